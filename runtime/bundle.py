@@ -1,0 +1,366 @@
+"""Reads and verifies a bundle: the manifest's closed schema, sizes, SHA-256, paths that stay inside.
+
+A bundle is untrusted. Nothing of it is opened by ONNX Runtime or the tokenizer
+before its size (always) and hash (`verify`) agree with the manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from specedge.runtime.errors import BundleError, BundleFileError
+
+__all__ = ["FORMAT", "MANIFEST", "Bundle", "FileEntry", "GraphSpec", "Manifest", "hash_file", "open_bundle", "write_manifest"]
+
+FORMAT = 1
+MANIFEST = "specedge.json"
+FLAVOURS = ("gqa", "growing")
+DEVICES = ("cpu", "cuda", "tensorrt")
+_MAX_MANIFEST = 4 << 20
+_MAX_DEPTH = 32
+_HASH_CHUNK = 1 << 20
+_SAFE_PART = re.compile(r"[A-Za-z0-9._+:@,=-]+")
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """One decoder graph of a bundle.
+
+    Attributes:
+        file: Path inside the bundle, with slashes.
+        flavour: "gqa" is the speculative graph (tree mask, in-place cache); "growing" has the
+            standard inputs and outputs, its cache grows and it can verify chains only.
+        precision: "fp32", "fp16", "int8" or "int4".
+        layers, kv_heads, head_dim: Shape of the cache.
+        hidden_size: Width of the hidden rows.
+        vocab_size: Width of the logits.
+        capacity: Most rows its cache may hold.
+        cache_dtype: "float32" or "float16".
+        weight_bytes: Size of the weights.
+    """
+
+    file: str
+    flavour: str
+    precision: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    capacity: int
+    cache_dtype: str
+    weight_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.flavour not in FLAVOURS:
+            raise ValueError(f"flavour {self.flavour!r} is none of {', '.join(FLAVOURS)}")
+        if self.cache_dtype not in ("float32", "float16"):
+            raise ValueError(f"cache_dtype {self.cache_dtype!r} is neither float32 nor float16")
+        for name in ("layers", "kv_heads", "head_dim", "hidden_size", "vocab_size", "capacity"):
+            if not 0 < getattr(self, name) < 1 << 31:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of a full cache."""
+        size = 4 if self.cache_dtype == "float32" else 2
+        return 2 * self.layers * self.kv_heads * self.capacity * self.head_dim * size
+
+    @property
+    def tree(self) -> bool:
+        """Whether a token tree can be verified in one pass."""
+        return self.flavour == "gqa"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and SHA-256 (hex) of a file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of specedge.json.
+
+    Attributes:
+        name: The model's short name.
+        source: Where the checkpoint came from.
+        family: Which builder wrote the graphs ("llama"), or "optimum".
+        device: What the bundle was exported for.
+        target: The graph that verifies.
+        drafts: Draft models by name, fastest first.
+        standard: Path of the graph with standard inputs and outputs.
+        vocab_size: Number of token ids the target gives logits for.
+        bos_token_id: Begin-of-text token, if the tokenizer prepends one.
+        eos_token_ids: Tokens that end a reply.
+        files: Every other file of the bundle (tuning/ excepted) by path.
+        checks: Report of the checks made at export.
+        license: SPDX identifier of the weights, where known.
+        exporter: Version of SpecEdge that wrote the bundle.
+    """
+
+    name: str
+    source: str
+    family: str
+    device: str
+    target: GraphSpec
+    drafts: Mapping[str, GraphSpec]
+    standard: str
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    files: Mapping[str, FileEntry]
+    checks: Mapping[str, Any] = field(default_factory=dict)
+    license: str | None = None
+    exporter: str = ""
+    format: int = FORMAT
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of what running the bundle takes: weights twice (mapped and prepacked) and caches."""
+        graphs = [self.target, *self.drafts.values()]
+        return sum(2 * graph.weight_bytes + graph.cache_bytes for graph in graphs)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: its folder and manifest, sizes checked."""
+
+    folder: Path
+    manifest: Manifest
+
+    def path(self, name: str) -> Path:
+        """Full path of a listed file.
+
+        Raises:
+            BundleFileError: The manifest does not list it.
+        """
+        if name not in self.manifest.files:
+            raise BundleFileError(f"{self.folder}: no {name!r} in this bundle; export it again")
+        return self.folder / name
+
+    def text(self, name: str) -> str:
+        """Content of a listed text file."""
+        try:
+            return self.path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise BundleError(f"{self.folder / name}: not UTF-8 text; export the bundle again") from None
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Compares every file's SHA-256 with the manifest.
+
+        Args:
+            progress: Called with the number of bytes read since the last call.
+
+        Raises:
+            BundleError: A file differs.
+        """
+        for name, entry in self.manifest.files.items():
+            if hash_file(self.folder / name, progress) != entry.sha256:
+                raise BundleError(f"{self.folder / name}: altered (SHA-256 differs from {MANIFEST}); export the bundle again")
+
+
+def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file, as hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_HASH_CHUNK):
+            digest.update(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    return digest.hexdigest()
+
+
+def open_bundle(folder: str | os.PathLike[str], *, verify: bool = False) -> Bundle:
+    """Opens a bundle.
+
+    Args:
+        folder: The bundle's folder.
+        verify: Also compare every SHA-256 (a pass over all weights).
+
+    Raises:
+        BundleError: Not a bundle, or damaged.
+        BundleFileError: The folder or a file of it is missing.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise BundleFileError(f"{root}: no such folder; make a bundle with: specedge export MODEL -o {root}")
+    source = root / MANIFEST
+    if not source.is_file():
+        raise BundleError(f"{root}: not a bundle (no {MANIFEST}); make one with: specedge export MODEL -o FOLDER")
+    bundle = Bundle(root, _parse_manifest(source))
+    _check_files(bundle)
+    if verify:
+        bundle.verify()
+    return bundle
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes specedge.json into a bundle that is being made."""
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _check_files(bundle: Bundle) -> None:
+    """Every listed file is a plain file of the listed size; graphs and texts the runtime opens are listed."""
+    for name, entry in bundle.manifest.files.items():
+        path = bundle.folder / name
+        try:
+            status = os.lstat(path)
+        except OSError:
+            raise BundleFileError(f"{path}: missing; export the bundle again") from None
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise BundleError(f"{path}: not a plain file of its own (a link or a device); copy the bundle with its contents")
+        if any(parent.is_symlink() for parent in path.relative_to(bundle.folder).parents if str(parent) != "."):
+            raise BundleError(f"{path}: behind a link; copy the bundle with its contents")
+        if status.st_size != entry.size:
+            raise BundleError(f"{path}: {status.st_size:,} bytes where {entry.size:,} belong; export the bundle again")
+    manifest = bundle.manifest
+    for name in (manifest.target.file, manifest.standard, *(draft.file for draft in manifest.drafts.values())):
+        bundle.path(name)
+
+
+def _parse_manifest(source: Path) -> Manifest:
+    if source.stat().st_size > _MAX_MANIFEST:
+        raise BundleError(f"{source}: larger than a manifest can be; export the bundle again")
+    try:
+        raw = json.loads(
+            source.read_text(encoding="utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+        )
+        _check_depth(raw)
+        return _manifest(raw)
+    except RecursionError:
+        raise BundleError(f"{source}: nested too deeply; export the bundle again") from None
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise BundleError(f"{source}: {_one_line(error)}; export the bundle again") from None
+
+
+def _manifest(raw: Any) -> Manifest:
+    values = _fields(Manifest, raw, "the manifest")
+    if values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']!r} where this version reads {FORMAT}")
+    if values["device"] not in DEVICES:
+        raise ValueError(f"device {values['device']!r} is none of {', '.join(DEVICES)}")
+    values["target"] = _graph(values["target"], "target")
+    values["drafts"] = {
+        _name(name): _graph(graph, f"draft {name!r}") for name, graph in _mapping(values["drafts"], "drafts").items()
+    }
+    values["files"] = {
+        _safe_path(name): FileEntry(**_fields(FileEntry, entry, f"file {name!r}"))
+        for name, entry in _mapping(values["files"], "files").items()
+    }
+    if len({name.casefold() for name in values["files"]}) != len(values["files"]):
+        raise ValueError("two files differ only in case")
+    _safe_path(values["standard"])
+    values["eos_token_ids"] = tuple(_token(token, values["vocab_size"]) for token in values["eos_token_ids"])
+    if values["bos_token_id"] is not None:
+        _token(values["bos_token_id"], values["vocab_size"])
+    manifest = Manifest(**values)
+    for graph in (manifest.target, *manifest.drafts.values()):
+        if graph.vocab_size != manifest.vocab_size:
+            raise ValueError(f"{graph.file} has {graph.vocab_size} tokens where {manifest.vocab_size} belong")
+    return manifest
+
+
+def _graph(raw: Any, where: str) -> GraphSpec:
+    spec = GraphSpec(**_fields(GraphSpec, raw, where))
+    _safe_path(spec.file)
+    return spec
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int | None": (int, type(None)),
+    "tuple[int, ...]": (list,),
+}
+
+
+def _fields(cls: type, raw: Any, where: str) -> dict[str, Any]:
+    """Takes a dataclass's fields out of JSON; unknown, missing and wrongly typed ones are errors."""
+    mapping = dict(_mapping(raw, where))
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        if item.name in mapping:
+            value = mapping.pop(item.name)
+            kinds = _KINDS.get(str(item.type))
+            if isinstance(value, bool) or (kinds is not None and not isinstance(value, kinds)):
+                raise ValueError(f"{where}: {item.name} is {_one_line(value)}")
+            values[item.name] = value
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where}: {item.name} is missing")
+        elif item.default is not dataclasses.MISSING:
+            values[item.name] = item.default
+    if mapping:
+        raise ValueError(f"{where}: unknown key {_one_line(min(mapping))}")
+    return values
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not an object")
+    return value
+
+
+def _token(value: Any, vocab_size: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise ValueError(f"token id {_one_line(value)} is outside the vocabulary of {vocab_size}")
+    return value
+
+
+def _name(name: str) -> str:
+    if not _SAFE_PART.fullmatch(name) or name.startswith("."):
+        raise ValueError(f"name {name!r} has characters other than letters, digits and ._+:@,=-")
+    return name
+
+
+def _safe_path(name: Any) -> str:
+    """A relative path with slashes that stays inside the folder under POSIX and Windows rules."""
+    if not isinstance(name, str):
+        raise ValueError(f"path {_one_line(name)} is not text")
+    parts = PurePosixPath(name).parts
+    if not parts or "/".join(parts) != name or any(part in (".", "..") or not _SAFE_PART.fullmatch(part) for part in parts):
+        raise ValueError(f"path {name!r} leaves the bundle or has characters that are not portable")
+    if re.match(r"[A-Za-z]:", name):
+        raise ValueError(f"path {name!r} leaves the bundle")
+    return name
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        _check_depth(child, depth + 1)
+
+
+def _one_line(value: object) -> str:
+    """A value of an untrusted file, short and without control characters."""
+    text = str(value) if isinstance(value, Exception) else repr(value)
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= 160 else text[:157] + "..."
