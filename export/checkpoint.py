@@ -50,7 +50,7 @@ class Checkpoint:
 
     Attributes:
         name: Short name, e.g. "smollm2-135m".
-        source: Where it came from, for the manifest: "builtin:smollm2-135m", "gguf:NAME", "hub:ID@REVISION", "folder:NAME".
+        source: Where it came from, for the manifest: "builtin:NAME", "gguf:NAME", "hub:ID@REVISION", "folder:NAME".
         config: Content of Hugging Face's config.json; rope_theta and rope_scaling stand at top level.
         generation: Content of generation_config.json; eos_token_id is a list.
         tensors: The weights.

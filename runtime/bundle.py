@@ -19,7 +19,17 @@ from typing import Any, NoReturn
 
 from specedge.runtime.errors import BundleError, BundleFileError
 
-__all__ = ["FORMAT", "MANIFEST", "Bundle", "FileEntry", "GraphSpec", "Manifest", "hash_file", "open_bundle", "write_manifest"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Bundle",
+    "FileEntry",
+    "GraphSpec",
+    "Manifest",
+    "hash_file",
+    "open_bundle",
+    "write_manifest",
+]
 
 FORMAT = 1
 MANIFEST = "specedge.json"
@@ -168,7 +178,9 @@ class Bundle:
         """
         for name, entry in self.manifest.files.items():
             if hash_file(self.folder / name, progress) != entry.sha256:
-                raise BundleError(f"{self.folder / name}: altered (SHA-256 differs from {MANIFEST}); export the bundle again")
+                raise BundleError(
+                    f"{self.folder / name}: altered (SHA-256 differs from {MANIFEST}); export the bundle again"
+                )
 
 
 def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
@@ -221,7 +233,9 @@ def _check_files(bundle: Bundle) -> None:
         except OSError:
             raise BundleFileError(f"{path}: missing; export the bundle again") from None
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise BundleError(f"{path}: not a plain file of its own (a link or a device); copy the bundle with its contents")
+            raise BundleError(
+                f"{path}: not a plain file of its own (a link or a device); copy the bundle with its contents"
+            )
         if any(parent.is_symlink() for parent in path.relative_to(bundle.folder).parents if str(parent) != "."):
             raise BundleError(f"{path}: behind a link; copy the bundle with its contents")
         if status.st_size != entry.size:
@@ -333,7 +347,11 @@ def _safe_path(name: Any) -> str:
     if not isinstance(name, str):
         raise ValueError(f"path {_one_line(name)} is not text")
     parts = PurePosixPath(name).parts
-    if not parts or "/".join(parts) != name or any(part in (".", "..") or not _SAFE_PART.fullmatch(part) for part in parts):
+    if (
+        not parts
+        or "/".join(parts) != name
+        or any(part in (".", "..") or not _SAFE_PART.fullmatch(part) for part in parts)
+    ):
         raise ValueError(f"path {name!r} leaves the bundle or has characters that are not portable")
     if re.match(r"[A-Za-z]:", name):
         raise ValueError(f"path {name!r} leaves the bundle")

@@ -1,0 +1,86 @@
+"""What a caller may ask of one reply, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from specedge.runtime.errors import UsageError
+
+__all__ = ["ACCEPT_MODES", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "Options"]
+
+ACCEPT_MODES = ("exact", "rejection")
+DEFAULT_DRAFT_LENGTH = 4
+MAX_DRAFT_LENGTH = 31
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one reply.
+
+    Attributes:
+        method: "none", "draft", "draft:NAME" or "ngram"; None takes the fastest the bundle holds.
+        accept: "exact" (a seed gives the same text under every method) or "rejection"
+            (the same law, more accepted tokens when sampling).
+        draft_length: Most tokens drafted a round, 1 to 31.
+        max_tokens: Most tokens in the reply; None: until the context is full.
+        temperature: 0 is greedy.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens that hold this much probability.
+        min_p: Keep tokens at least this likely, relative to the likeliest.
+        repetition_penalty: Divides (multiplies) positive (negative) logits of tokens seen (CTRL, arXiv 1909.05858).
+        presence_penalty: Subtracted from logits of tokens seen in the reply.
+        frequency_penalty: Subtracted from logits, times how often the token stands in the reply.
+        no_repeat_ngram: No n-gram of this length may occur twice; 0 is off.
+        seed: Seed of the draws; None takes a fresh one.
+        stop: Texts that end the reply; they are not part of it.
+    """
+
+    method: str | None = None
+    accept: str = "exact"
+    draft_length: int = DEFAULT_DRAFT_LENGTH
+    max_tokens: int | None = 512
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _choice("accept", self.accept, ACCEPT_MODES)
+        _range("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, hint="; to decode plainly use method none")
+        if self.max_tokens is not None:
+            _range("max_tokens", self.max_tokens, 1, 1 << 31)
+        _range("temperature", self.temperature, 0.0, 100.0)
+        _range("top_k", self.top_k, 0, 1 << 31)
+        _range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _range("min_p", self.min_p, 0.0, 1.0)
+        _range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _range("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _range("no_repeat_ngram", self.no_repeat_ngram, 0, 1 << 20)
+        if self.seed is not None:
+            _range("seed", self.seed, 0, (1 << 64) - 1)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise UsageError(f"stop is {self.stop!r}: give a tuple of texts, none of them empty")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}: choose one of {', '.join(allowed)}")
+
+
+def _range(name: str, value: float, low: float, high: float, *, open_low: bool = False, hint: str = "") -> None:
+    inside = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
+    if not inside or isinstance(value, bool) or (open_low and value == low):
+        above = "more than " if open_low else ""
+        raise UsageError(f"{name} is {value!r}: give a number from {above}{low} to {high}{hint}")
