@@ -1,1 +1,1 @@
-"""runtime"""
+"""Everything the device runs: numpy, ONNX Runtime and tokenizers, no torch."""

@@ -1,0 +1,241 @@
+"""A decoder graph with its cache: the speculative graph as a `Target`.
+
+Shapes of the graph depend on the number of rows only (total_sequence_length is always the
+capacity), so every width keeps one persistent IOBinding whose buffers are refilled in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.runtime.bundle import GraphSpec
+from specedge.runtime.cache import Cache
+from specedge.runtime.contracts import EMPTY_DRAFT, Draft, GraphNames, Rows
+from specedge.runtime.errors import BundleError, UsageError
+from specedge.runtime.providers import open_session
+from specedge.runtime.tree import positions, visibility
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+__all__ = ["PREFILL_CHUNK", "Decoder", "check_room"]
+
+PREFILL_CHUNK = 256
+# Wider passes get a binding for the one run: padding a prompt would cost more than binding it.
+_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
+
+
+class Decoder:
+    """One session of the speculative graph, its cache, and a binding per width.
+
+    Args:
+        path: The .onnx file.
+        spec: Its entry in the manifest.
+        capacity: Rows of cache to allocate; None takes the exported capacity.
+        device: Which execution provider to run on.
+        threads: Threads to compute with; None takes all.
+
+    Raises:
+        BundleError: The graph does not have the inputs and outputs of its entry.
+        UsageError: `capacity` is larger than the exported one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        spec: GraphSpec,
+        *,
+        capacity: int | None = None,
+        device: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        if spec.flavour != "gqa":
+            raise BundleError(
+                f"{path}: a {spec.flavour} graph where a speculative one belongs; export the bundle again"
+            )
+        rows = spec.capacity if capacity is None else capacity
+        if not 2 <= rows <= spec.capacity:
+            raise UsageError(f"capacity is {rows}: the graph was exported for 2 to {spec.capacity} rows")
+        self.spec = spec
+        self._session = open_session(path, device=device, threads=threads)
+        _check_interface(self._session, spec, path)
+        self._cache = Cache(spec, rows)
+        self._bindings: dict[tuple[int, int], _Binding] = {}
+        self._nodes = 0
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    @property
+    def pool(self) -> NDArray[np.floating]:
+        """The cache's array, [2 * layers, 1, kv_heads, capacity, head_dim]."""
+        return self._cache.pool
+
+    def forward(self, pending: Sequence[int], draft: Draft = EMPTY_DRAFT) -> Rows:
+        check_room(self, pending, draft)
+        cut = max(len(pending) - 1, 0) // PREFILL_CHUNK * PREFILL_CHUNK
+        for start in range(0, cut, PREFILL_CHUNK):
+            self._pass(pending[start : start + PREFILL_CHUNK], EMPTY_DRAFT)
+        return self._pass(pending[cut:], draft)
+
+    def commit(self, path: Sequence[int]) -> None:
+        if any(not 0 <= node < self._nodes for node in path):
+            raise ValueError(f"path {tuple(path)} is not within the {self._nodes} nodes of the last pass")
+        self._cache.commit(path)
+        self._nodes = 0
+
+    def rewind(self, length: int) -> None:
+        self._cache.rewind(length)
+        self._nodes = 0
+
+    def close(self) -> None:
+        """Frees the session and the cache."""
+        self._bindings.clear()
+        del self._session, self._cache
+
+    def _pass(self, pending: Sequence[int], draft: Draft) -> Rows:
+        start, committed, nodes = self._cache.length, len(pending), len(draft.tokens)
+        used = committed + nodes
+        width = next((w for w in _WIDTHS if w >= used and start + w <= self.capacity), used)
+        binding = self._binding(width, 1 + nodes)
+        binding.fill_tokens(pending, draft, start)
+        binding.fill_mask(start, committed, draft)
+        binding.run()
+        self._cache.append(committed)
+        self._nodes = nodes
+        return Rows(binding.logits[0], binding.hidden[0, committed - 1 : used])
+
+    def _binding(self, width: int, logit_rows: int) -> _Binding:
+        key = (width, logit_rows)
+        if key not in self._bindings:
+            binding = _Binding(self._session, self.spec, self._cache, width, logit_rows)
+            if width not in _WIDTHS:
+                return binding
+            self._bindings[key] = binding
+        return self._bindings[key]
+
+
+class _Binding:
+    """Buffers and IOBinding of one width; refilled in place, so a pass binds nothing."""
+
+    def __init__(
+        self, session: ort.InferenceSession, spec: GraphSpec, cache: Cache, width: int, logit_rows: int
+    ) -> None:
+        capacity = cache.capacity
+        self._session = session
+        self._io = session.io_binding()
+        self._inputs: dict[str, NDArray[Any]] = {
+            GraphNames.INPUT_IDS: np.zeros((1, width), np.int64),
+            GraphNames.POSITION_IDS: np.zeros((1, width), np.int64),
+            GraphNames.ATTENTION_BIAS: np.zeros((1, 1, width, capacity), cache.pool.dtype),
+            GraphNames.LAST_INDEX: np.zeros(1, np.int32),
+            GraphNames.TOTAL: np.full(1, capacity, np.int32),
+            GraphNames.LOGIT_ROWS: np.zeros(logit_rows, np.int64),
+        }
+        self.logits = np.zeros((1, logit_rows, spec.vocab_size), np.float32)
+        self.hidden = np.zeros((1, width, spec.hidden_size), np.float32)
+        for name, array in self._inputs.items():
+            self._bind(self._io.bind_input, name, array)
+        self._bind(self._io.bind_output, GraphNames.LOGITS, self.logits)
+        self._bind(self._io.bind_output, GraphNames.HIDDEN, self.hidden)
+        self._bind_cache(spec, cache)
+        self._ids = self._inputs[GraphNames.INPUT_IDS][0]
+        self._positions = self._inputs[GraphNames.POSITION_IDS][0]
+        self._bias = self._inputs[GraphNames.ATTENTION_BIAS][0, 0]
+        self._last = self._inputs[GraphNames.LAST_INDEX]
+        self._logit_rows = self._inputs[GraphNames.LOGIT_ROWS]
+        self._masked = slice(0, 0)  # columns where the last pass left -inf
+        self._width = width
+
+    def fill_tokens(self, pending: Sequence[int], draft: Draft, start: int) -> None:
+        committed, used = len(pending), len(pending) + len(draft.tokens)
+        self._ids[:committed] = pending
+        self._ids[committed:used] = draft.tokens
+        if draft.is_chain:
+            self._positions[:used] = np.arange(start, start + used)
+        else:
+            self._positions[:used] = positions(start, committed, draft.parents)
+        self._ids[used:] = 0
+        self._positions[used:] = start
+        self._last[0] = start + self._width - 1
+        self._logit_rows[:] = np.arange(committed - 1, used)
+
+    def fill_mask(self, start: int, committed: int, draft: Draft) -> None:
+        """Attention is causal by itself, so a chain needs no mask: only a tree's non-ancestors are cut."""
+        self._bias[:, self._masked] = 0
+        self._masked = slice(0, 0)
+        if not draft.is_chain:
+            used = committed + len(draft.tokens)
+            self._masked = slice(start, start + used)
+            self._bias[:used, self._masked] = np.where(visibility(committed, draft.parents), 0, -np.inf)
+
+    def run(self) -> None:
+        self._session.run_with_iobinding(self._io)
+
+    def _bind_cache(self, spec: GraphSpec, cache: Cache) -> None:
+        for layer in range(spec.layers):
+            for offset, kind in enumerate(("key", "value")):
+                tensor = cache.pool[2 * layer + offset]
+                self._bind(self._io.bind_input, GraphNames.past(layer, kind), tensor)
+                self._bind(self._io.bind_output, GraphNames.present(layer, kind), tensor)
+
+    @staticmethod
+    def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
+        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def check_room(target: Any, pending: Sequence[int], draft: Draft) -> None:
+    """A pass must have something to run and must fit into the cache: ONNX Runtime would write past its end."""
+    if not pending:
+        raise ValueError("a pass needs at least one pending token")
+    rows = len(pending) + len(draft.tokens)
+    if target.length + rows > target.capacity:
+        raise ValueError(f"{target.length} rows and {rows} more do not fit into a cache of {target.capacity}")
+    vocab = target.spec.vocab_size
+    if min(pending) < 0 or max(pending) >= vocab or any(not 0 <= token < vocab for token in draft.tokens):
+        raise ValueError(f"a token id is outside the vocabulary of {vocab}")
+
+
+def _check_interface(session: ort.InferenceSession, spec: GraphSpec, path: Path) -> None:
+    """Names, ranks, types and fixed dimensions of a graph agree with its manifest entry."""
+    cache = "tensor(float)" if spec.cache_dtype == "float32" else "tensor(float16)"
+    inputs: dict[str, tuple[str, list[int | None]]] = {
+        GraphNames.INPUT_IDS: ("tensor(int64)", [1, None]),
+        GraphNames.POSITION_IDS: ("tensor(int64)", [1, None]),
+        GraphNames.ATTENTION_BIAS: (cache, [1, 1, None, None]),
+        GraphNames.LAST_INDEX: ("tensor(int32)", [1]),
+        GraphNames.TOTAL: ("tensor(int32)", [1]),
+        GraphNames.LOGIT_ROWS: ("tensor(int64)", [None]),
+    }
+    outputs: dict[str, tuple[str, list[int | None]]] = {
+        GraphNames.LOGITS: ("tensor(float)", [1, None, spec.vocab_size]),
+        GraphNames.HIDDEN: ("tensor(float)", [1, None, spec.hidden_size]),
+    }
+    for layer in range(spec.layers):
+        for kind in ("key", "value"):
+            inputs[GraphNames.past(layer, kind)] = (cache, [1, spec.kv_heads, None, spec.head_dim])
+            outputs[GraphNames.present(layer, kind)] = (cache, [1, spec.kv_heads, None, spec.head_dim])
+    for wanted, given in ((inputs, session.get_inputs()), (outputs, session.get_outputs())):
+        found = {item.name: (item.type, item.shape) for item in given}
+        if set(found) != set(wanted):
+            names = ", ".join(sorted(set(found) ^ set(wanted))[:4])
+            raise BundleError(f"{path}: inputs or outputs differ from {spec.file}'s manifest entry ({names})")
+        for name, (kind, shape) in wanted.items():
+            if found[name][0] != kind or not _fits(found[name][1], shape):
+                raise BundleError(f"{path}: {name!r} is {found[name]} where the manifest says {(kind, shape)}")
+
+
+def _fits(found: Sequence[Any], wanted: Sequence[int | None]) -> bool:
+    return len(found) == len(wanted) and all(
+        want is None or have == want for have, want in zip(found, wanted, strict=True)
+    )
