@@ -1,0 +1,266 @@
+"""Measures every method against plain decoding, side by side in one process, and against other bundles.
+
+Each prompt is answered by all contenders before the next prompt comes, in an order that rotates
+from prompt to prompt, so that a machine that grows warm or busy slows all of them alike. Answers
+are greedy; token ids are counted, up to and including the end-of-text token. Only decoding is
+timed: the first pass, which runs the prompt and gives the first token, stands apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import specedge
+from specedge.runtime.bench_report import OTHER_BUNDLE, PLAIN, summarise, table, write_result
+from specedge.runtime.errors import UsageError
+from specedge.runtime.events import Finish
+from specedge.runtime.options import DEFAULT_DRAFT_LENGTH, Options
+
+if TYPE_CHECKING:
+    from specedge.runtime.engine import Engine
+
+__all__ = ["PLAIN", "Progress", "Prompt", "read_prompts", "run", "table", "write_result"]
+
+_WARM_UP_TOKENS = 8
+_MAX_LINE = 1 << 20
+
+Progress = Callable[[int, int, str], None]
+"""Told how many answers are done, of how many, and which contender answers next."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file; `text` is its first turn."""
+
+    question_id: str
+    category: str
+    text: str
+
+
+@dataclass(frozen=True)
+class _Contender:
+    """A method of a bundle, under the name it has in the result."""
+
+    name: str
+    engine: Engine
+    options: Options
+
+    def answer(self, ids: Sequence[int]) -> Finish:
+        """One whole reply, nothing of it cached from earlier ones."""
+        self.engine.reset()
+        *_, last = self.engine.generate(ids, self.options)
+        if not isinstance(last, Finish):
+            raise RuntimeError(f"{self.name} ended without a finish event")
+        return last
+
+
+def run(
+    bundle: str | os.PathLike[str],
+    prompts_file: str | os.PathLike[str],
+    *,
+    methods: Sequence[str] | None = None,
+    baselines: Sequence[str | os.PathLike[str]] = (),
+    limit: int | None = None,
+    max_tokens: int = 128,
+    draft_length: int = DEFAULT_DRAFT_LENGTH,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Compares the methods of a bundle.
+
+    Args:
+        bundle: The bundle's folder.
+        prompts_file: JSON lines with `question_id`, `category` and `turns`. The first turn is
+            asked as a chat of one user message; later turns are not used.
+        methods: Names as `--method` takes them; None: all that the bundle holds. Plain
+            decoding, "none", always takes part.
+        baselines: Folders of other bundles of the same model (a plain INT4 one, say). Their
+            plain decoding takes part as "none@FOLDER".
+        limit: Most prompts of each category; None: all.
+        max_tokens: Most tokens of a reply. A prompt that leaves no room for them in the
+            shortest cache is skipped and counted.
+        draft_length: Most tokens drafted a round.
+        threads: Threads of the engines; None: their default.
+        progress: Told of each answer.
+
+    Returns:
+        What `specedge bench --out` writes; the docstring of `bench_report.summarise` defines the numbers.
+
+    Raises:
+        UsageError: A bad prompt file, an unknown method, a baseline of another model.
+        BundleError: A bundle that cannot be opened.
+    """
+    from specedge.runtime.engine import Engine
+    from specedge.runtime.providers import default_threads
+
+    prompts = read_prompts(Path(prompts_file), limit)
+    options = Options(max_tokens=max_tokens, draft_length=draft_length)
+    load = _load_average()
+    with ExitStack() as stack:
+        engines = [stack.enter_context(Engine(folder, threads=threads)) for folder in (bundle, *baselines)]
+        contenders = _contenders(engines, methods, [Path(folder) for folder in baselines], options)
+        asked = _fitting(engines, prompts, max_tokens, Path(prompts_file))
+        replies = _measure(contenders, [ids for _, ids in asked], progress)
+        return {
+            "model": engines[0].manifest.name,
+            "precision": engines[0].manifest.target.precision,
+            "device": engines[0].manifest.device,
+            "threads": default_threads() if threads is None else threads,
+            "prompts": len(asked),
+            "skipped": len(prompts) - len(asked),
+            "max_tokens": max_tokens,
+            "draft_length": draft_length,
+            "methods": summarise([prompt.category for prompt, _ in asked], replies),
+            "notes": _notes(replies),
+            "load_average": {"before": load, "after": _load_average()},
+            "versions": _versions(),
+        }
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Reads a prompt file, in its order, at most `limit` prompts of each category.
+
+    Raises:
+        UsageError: The file cannot be read, has no prompt, or a line of it is not one.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit is {limit}: give the number of prompts a category, 1 or more")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; give a file of prompts, one JSON object a line") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text; give a file of prompts, one JSON object a line") from None
+    seen: Counter[str] = Counter()
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompt = _prompt(line, f"{path}:{number}")
+        seen[prompt.category] += 1
+        if limit is None or seen[prompt.category] <= limit:
+            prompts.append(prompt)
+    if not prompts:
+        raise UsageError(f"{path}: no prompt in this file; write one JSON object a line")
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    """One line of a prompt file, checked."""
+    wanted = 'write {"question_id": 1, "category": "writing", "turns": ["..."]}'
+    if len(line) > _MAX_LINE:
+        raise UsageError(f"{where}: {len(line):,} characters, more than a prompt can have")
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{where}: not JSON; {wanted}") from None
+    if not isinstance(raw, dict):
+        raise UsageError(f"{where}: not an object; {wanted}")
+    for name in ("question_id", "category", "turns"):
+        if name not in raw:
+            raise UsageError(f"{where}: {name} is missing; {wanted}")
+    identity, category, turns = raw["question_id"], raw["category"], raw["turns"]
+    if isinstance(identity, bool) or not isinstance(identity, (int, str)):
+        raise UsageError(f"{where}: question_id is neither a number nor text; {wanted}")
+    if not isinstance(category, str) or not category.strip() or not category.isprintable():
+        raise UsageError(f"{where}: category is not a printable name; {wanted}")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise UsageError(f"{where}: turns is not a list that begins with a text; {wanted}")
+    return Prompt(str(identity), category, turns[0])
+
+
+def _contenders(
+    engines: Sequence[Engine], methods: Sequence[str] | None, baselines: Sequence[Path], options: Options
+) -> list[_Contender]:
+    """Plain decoding first, then the methods, then the other bundles."""
+    engine, *others = engines
+    names = dict.fromkeys((PLAIN, *(engine.methods if methods is None else methods)))
+    contenders = [_Contender(name, engine, replace(options, method=engine.resolve_method(name))) for name in names]
+    for folder, other in zip(baselines, others, strict=True):
+        name = OTHER_BUNDLE + folder.resolve().name
+        if any(contender.name == name for contender in contenders):
+            raise UsageError(f"{folder}: two baselines have this folder name; rename one")
+        if _vocabulary(other) != _vocabulary(engine):
+            raise UsageError(f"{folder}: a bundle of another model (its tokenizer differs); give one of the same model")
+        contenders.append(_Contender(name, other, replace(options, method=PLAIN)))
+    return contenders
+
+
+def _vocabulary(engine: Engine) -> tuple[int, str]:
+    """Two bundles that agree here can be asked the same token ids."""
+    manifest = engine.manifest
+    return manifest.vocab_size, manifest.files["tokenizer.json"].sha256
+
+
+def _fitting(
+    engines: Sequence[Engine], prompts: Sequence[Prompt], max_tokens: int, path: Path
+) -> list[tuple[Prompt, list[int]]]:
+    """The prompts that leave room for a whole reply in every cache, with their token ids."""
+    room = min(
+        graph.capacity for engine in engines for graph in (engine.manifest.target, *engine.manifest.drafts.values())
+    )
+    asked = []
+    for prompt in prompts:
+        ids = engines[0].text.chat_prompt([{"role": "user", "content": prompt.text}])
+        if len(ids) + max_tokens <= room:
+            asked.append((prompt, list(ids)))
+    if not asked:
+        raise UsageError(
+            f"{path}: no prompt leaves room for {max_tokens} tokens in a context of {room}; lower --max-tokens"
+        )
+    return asked
+
+
+def _measure(
+    contenders: Sequence[_Contender], asked: Sequence[Sequence[int]], progress: Progress | None
+) -> dict[str, list[Finish]]:
+    """Every contender's answer to every prompt, in the order of the prompts."""
+    for contender in contenders:
+        short = min(_WARM_UP_TOKENS + contender.options.draft_length, contender.options.max_tokens or _WARM_UP_TOKENS)
+        replace(contender, options=replace(contender.options, max_tokens=short)).answer(asked[0])
+    replies: dict[str, list[Finish]] = {contender.name: [] for contender in contenders}
+    total = len(asked) * len(contenders)
+    done = 0
+    for turn, ids in enumerate(asked):
+        first = turn % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            if progress is not None:
+                progress(done, total, contender.name)
+            replies[contender.name].append(contender.answer(ids))
+            done += 1
+    if progress is not None:
+        progress(done, total, "")
+    return replies
+
+
+def _notes(replies: Mapping[str, Sequence[Finish]]) -> list[str]:
+    """What went wrong on the way (a drafter that failed and was left out), each once."""
+    return list(
+        dict.fromkeys(f"{name}: {note}" for name, answers in replies.items() for a in answers for note in a.stats.notes)
+    )
+
+
+def _load_average() -> float | None:
+    """Processes that wanted a core in the last minute; None where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _versions() -> dict[str, str]:
+    import numpy
+    import onnxruntime  # type: ignore[import-untyped]
+
+    return {
+        "specedge": specedge.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
