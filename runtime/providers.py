@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specedge.runtime.errors import BundleError, DeviceError, MissingExtraError, UsageError
 
@@ -114,7 +114,7 @@ def _check_given(given: Sequence[str], wanted: Sequence[str], device: str) -> No
         )
 
 
-def _onnxruntime():  # type: ignore[no-untyped-def]  # the module itself
+def _onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError:

@@ -1,0 +1,216 @@
+"""The public API: an engine opens a bundle, generations stream replies, a chat keeps turns."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from specedge.runtime.bundle import Bundle, GraphSpec, Manifest, open_bundle
+from specedge.runtime.chat import Chat
+from specedge.runtime.contracts import Drafter, Target
+from specedge.runtime.drafters.guard import GuardedDrafter
+from specedge.runtime.drafters.model import ModelDrafter
+from specedge.runtime.drafters.registry import method_names, open_drafter
+from specedge.runtime.errors import PromptError, UsageError
+from specedge.runtime.events import Finish
+from specedge.runtime.generation import Generation
+from specedge.runtime.graph import Decoder
+from specedge.runtime.growing import GrowingDecoder
+from specedge.runtime.options import Options
+from specedge.runtime.session import Session
+from specedge.runtime.text import Text
+
+__all__ = ["Chat", "Engine", "Generation"]
+
+
+class Engine:
+    """A model ready to run. One reply at a time: starting another ends the one before.
+
+    Args:
+        bundle: Folder that `specedge export` wrote.
+        threads: Threads to compute with; None takes all processors of the process.
+        capacity: Rows of cache to allocate, at most what the bundle was exported for; None takes that.
+        verify: Compare every file with its SHA-256 first.
+
+    Raises:
+        BundleError: The folder is no bundle, or damaged.
+        DeviceError: The bundle is for a device that ONNX Runtime does not have here.
+    """
+
+    def __init__(
+        self,
+        bundle: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        capacity: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._bundle: Bundle = open_bundle(bundle, verify=verify)
+        self._threads = threads
+        self._capacity = capacity
+        self.text = Text.load(self._bundle)
+        self._session = Session(self._decoder(self.manifest.target))
+        self._drafters: dict[str, Drafter] = {}
+        self._running: Generation | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self._bundle.folder
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._bundle.manifest
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that prompt and reply may have together."""
+        return self._session.target.capacity
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods this bundle holds: "none", "draft:NAME" for each draft model, "ngram"."""
+        return method_names(self.manifest)
+
+    @property
+    def default_method(self) -> str:
+        """The fastest method of the bundle: its first draft model, else n-gram lookup."""
+        return next((method for method in self.methods if method.startswith("draft:")), "ngram")
+
+    def generate(self, prompt: str | Sequence[int], options: Options | None = None, **overrides: Any) -> Generation:
+        """Starts a reply.
+
+        Args:
+            prompt: Text, encoded as it stands (no chat template), or token ids.
+            options: Options of the reply.
+            **overrides: Single options by name, on top of `options`.
+
+        Returns:
+            An iterator of events, closable at any point.
+
+        Raises:
+            PromptError: The prompt is empty, longer than the context, or outside the vocabulary.
+            UsageError: An option is out of range, or the bundle lacks the method.
+        """
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        return self.start(ids, options or Options(), overrides)
+
+    def start(
+        self,
+        ids: Sequence[int],
+        options: Options,
+        overrides: dict[str, Any],
+        on_finish: Callable[[Finish], None] | None = None,
+    ) -> Generation:
+        """`generate` for token ids, with a call when the reply has ended."""
+        started = perf_counter()
+        chosen = _with(options, overrides)
+        method = self.resolve_method(chosen.method)
+        self._check_prompt(ids)
+        self._end_running()
+        seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
+        chosen = replace(chosen, method=method, seed=seed)
+        self._running = Generation(
+            self._session,
+            GuardedDrafter(self._drafter(chosen)),
+            self.text,
+            ids,
+            chosen,
+            eos=self.manifest.eos_token_ids,
+            started=started,
+            on_finish=on_finish,
+        )
+        return self._running
+
+    def chat(self, system: str | None = None, options: Options | None = None) -> Chat:
+        """Starts a conversation; its turns reuse the cache.
+
+        Args:
+            system: System message; None leaves it to the model's template.
+            options: Options of every reply, unless one is given its own.
+        """
+        return Chat(self, system, options or Options())
+
+    def resolve_method(self, method: str | None) -> str:
+        """The full name of a method: None is the default, "draft" the first draft model.
+
+        Raises:
+            UsageError: The bundle does not hold it.
+        """
+        if method is None:
+            return self.default_method
+        if method == "draft" and (first := next((m for m in self.methods if m.startswith("draft:")), None)):
+            return first
+        if method not in self.methods:
+            raise UsageError(f"method {method!r} is not in {self.folder}; choose one of {', '.join(self.methods)}")
+        return method
+
+    def reset(self) -> None:
+        """Ends the running reply and forgets all cached tokens."""
+        self._end_running()
+        self._session.rewind(0)
+        for drafter in self._drafters.values():
+            drafter.rewind(0)
+
+    def close(self) -> None:
+        """Ends the running reply and frees the models."""
+        self._end_running()
+        for closable in (self._session.target, *self._drafters.values()):
+            if hasattr(closable, "close"):
+                closable.close()
+        self._drafters.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        vocab = self.manifest.vocab_size
+        if not ids:
+            raise PromptError("the prompt is empty: give it some text")
+        if len(ids) >= self.capacity:
+            raise PromptError(
+                f"the prompt has {len(ids):,} tokens and the context holds {self.capacity:,}: shorten it, "
+                "or export the model with a larger --capacity"
+            )
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise PromptError(f"the prompt has a token id outside the vocabulary of {vocab:,}")
+
+    def _end_running(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _drafter(self, options: Options) -> Drafter:
+        """Drafters stay open over replies; one that was not used lately catches up by itself."""
+        method = options.method or "none"
+        if method not in self._drafters:
+            self._drafters[method] = open_drafter(method, self.manifest, self._decoder)
+            self._session.drafters.append(self._drafters[method])
+        drafter = self._drafters[method]
+        if isinstance(drafter, ModelDrafter):
+            drafter.sample = options.accept == "rejection" and not options.greedy
+        return drafter
+
+    def _decoder(self, spec: GraphSpec) -> Target:
+        cls = Decoder if spec.tree else GrowingDecoder
+        device = self.manifest.device
+        return cls(self._bundle.path(spec.file), spec, capacity=self._capacity, device=device, threads=self._threads)
+
+
+def _with(options: Options, overrides: dict[str, Any]) -> Options:
+    try:
+        return replace(options, **overrides)
+    except TypeError:
+        known = ", ".join(options.__dataclass_fields__)
+        unknown = ", ".join(sorted(set(overrides) - set(options.__dataclass_fields__)))
+        raise UsageError(f"unknown option {unknown}; the options are {known}") from None

@@ -1,0 +1,143 @@
+"""One reply as an iterator of events, closable at any point."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from time import perf_counter
+from types import TracebackType
+
+from specedge.runtime.contracts import Round
+from specedge.runtime.drafters.guard import GuardedDrafter
+from specedge.runtime.events import Event, Finish, FinishReason, Origin, Token
+from specedge.runtime.loop import generate
+from specedge.runtime.options import Options
+from specedge.runtime.sampler import NumpySampler
+from specedge.runtime.session import Session
+from specedge.runtime.stats import total, trim
+from specedge.runtime.stopping import StopRule
+from specedge.runtime.text import Reply, Text
+from specedge.runtime.verifiers import verifier_for
+
+__all__ = ["Generation"]
+
+
+class Generation:
+    """A reply in the making. Iterate for its events: `Token`s, then one `Finish`.
+
+    `close()` (or leaving a `with` block, or an interrupt) ends it early. What was seen stays:
+    exactly the tokens that were taken from the iterator are committed.
+
+    Attributes:
+        finish: The last event, once the reply has ended.
+        options: Its options, with the method and seed that were really used.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        drafter: GuardedDrafter,
+        text: Text,
+        prompt: Sequence[int],
+        options: Options,
+        *,
+        eos: Collection[int],
+        started: float,
+        on_finish: Callable[[Finish], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.finish: Finish | None = None
+        self._session = session
+        self._drafter = drafter
+        self._prompt = tuple(prompt)
+        self._on_finish = on_finish
+        self._started = started
+        self._cached = session.begin(prompt)
+        self._reply = Reply(text, options.stop)
+        room = session.target.capacity - len(prompt)
+        limit = room if options.max_tokens is None else min(room, options.max_tokens)
+        self._stop = StopRule(eos, limit, self._reply.push)
+        self._verifier = verifier_for(options)
+        sampler = NumpySampler(options, len(prompt), options.seed or 0)
+        self._loop = generate(
+            session.target, drafter, self._verifier, sampler, session.tokens, self._stop, options.draft_length
+        )
+        self._rounds: list[Round] = []
+        self._queue: deque[Token] = deque()
+        self._seen: list[Token] = []
+        self._ttft_ms = 0.0
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> Event:
+        if self.finish is not None:
+            raise StopIteration
+        if not self._queue and not self._ended:
+            try:
+                self._advance()
+            except BaseException:
+                self._end("cancelled")
+                raise
+        if self._queue:
+            self._seen.append(self._queue.popleft())
+            return self._seen[-1]
+        return self._end(self._reason)
+
+    def close(self) -> None:
+        """Ends the reply; tokens not yet taken from the iterator are dropped as if never drawn."""
+        if self.finish is None:
+            self._end(self._reason if self._ended and not self._queue else "cancelled")
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _ended(self) -> bool:
+        return bool(self._rounds) and self._rounds[-1].finish is not None
+
+    @property
+    def _reason(self) -> FinishReason:
+        return "length" if self._rounds[-1].finish == "length" else "stop"
+
+    def _advance(self) -> None:
+        """Runs one round and queues its tokens."""
+        outcome = next(self._loop)
+        self._rounds.append(outcome)
+        if outcome.prefill:
+            self._ttft_ms = 1e3 * (perf_counter() - self._started)
+        own: Origin = "correction" if outcome.corrected else "bonus"
+        for index, (token, text) in enumerate(zip(outcome.tokens, self._stop.texts, strict=True)):
+            self._queue.append(Token(token, text, "draft" if index < outcome.accepted else own))
+        if outcome.finish is not None:
+            last = self._queue.pop()
+            self._queue.append(replace(last, text=last.text + self._reply.flush()))
+
+    def _end(self, reason: FinishReason) -> Finish:
+        self._loop.close()
+        unseen = len(self._queue)
+        if unseen:
+            self._rounds[-1] = trim(self._rounds[-1], len(self._rounds[-1].tokens) - unseen)
+            self._queue.clear()
+        self._session.cut(len(self._prompt) + len(self._seen))
+        notes = [self._drafter.failure] if self._drafter.failure else []
+        stats = total(
+            self._rounds,
+            method=self.options.method or "none",
+            lossless=self._verifier.lossless,
+            prompt_tokens=len(self._prompt),
+            cached_tokens=self._cached,
+            ttft_ms=self._ttft_ms,
+            notes=notes,
+        )
+        text = "".join(token.text for token in self._seen)
+        self.finish = Finish(reason, text, self._prompt, tuple(token.id for token in self._seen), stats)
+        if self._on_finish is not None:
+            self._on_finish(self.finish)
+        return self.finish

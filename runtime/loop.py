@@ -1,0 +1,98 @@
+"""The loop: draft, verify, commit. Everything else of the runtime serves these lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Protocol
+
+from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Drafter, Round, Rows, Sampler, Target, Verifier
+from specedge.runtime.stats import trim
+
+__all__ = ["Stop", "generate"]
+
+
+class Stop(Protocol):
+    """Decides where a reply ends."""
+
+    def room(self) -> int:
+        """How many more tokens the reply may have; at least 1 while it goes on."""
+        ...
+
+    def cut(self, tokens: list[int]) -> tuple[int, str | None]:
+        """How many of a round's tokens stay, and why the reply ends with them (None: it goes on)."""
+        ...
+
+
+def generate(
+    target: Target,
+    drafter: Drafter,
+    verifier: Verifier,
+    sampler: Sampler,
+    tokens: list[int],
+    stop: Stop,
+    draft_length: int,
+) -> Iterator[Round]:
+    """Extends `tokens` in place, a round at a time, with text that has the verifier's law.
+
+    The cache holds every committed token but the newest, so a round always runs what the cache
+    lacks, then the draft. The prompt is no special case: it is what the first round's cache lacks.
+
+    Args:
+        target: The model; its cache holds a prefix of `tokens`.
+        drafter: Proposes; it too may know a prefix of `tokens`, or nothing.
+        verifier: Decides.
+        sampler: Turns logits into laws and draws.
+        tokens: All committed tokens, at least one.
+        stop: Cuts each round's tokens before any bookkeeping.
+        draft_length: Most nodes drafted a round.
+
+    Yields:
+        Each round after it is committed: closing the generator leaves nothing half done.
+    """
+    rows: Rows | None = None
+    finish: str | None = None
+    while finish is None:
+        started = perf_counter()
+        context = Context(tokens, rows, sampler)
+        budget = min(draft_length, stop.room() - 1, target.capacity - len(tokens))
+        draft = drafter.propose(context, budget) if rows is not None and budget > 0 else EMPTY_DRAFT
+        drafted = perf_counter()
+        passed = target.forward(tokens[target.length :], draft)
+        verified = perf_counter()
+
+        verdict = verifier.judge(draft, passed.logits, context)
+        proposed = [*(draft.tokens[node] for node in verdict.path), verdict.token]
+        kept, finish = stop.cut(proposed)
+        target.commit(verdict.path[: kept - 1])
+        tokens.extend(proposed[:kept])
+        first, rows = rows is None, _keep(passed, verdict.path[: kept - 1])
+        drafter.rewind(len(tokens) - 1)
+        drafter.observe(Context(tokens, rows, sampler), verdict)
+
+        outcome = Round(
+            tokens=tuple(proposed),
+            accepted=len(verdict.path),
+            draft=draft,
+            evaluated=verdict.evaluated,
+            corrected=_rejected(draft, verdict.path),
+            draft_ms=1e3 * (drafted - started),
+            verify_ms=1e3 * (verified - drafted),
+            host_ms=1e3 * (perf_counter() - verified),
+            prefill=first,
+            finish=finish,
+        )
+        yield trim(outcome, kept)
+
+
+def _keep(rows: Rows, path: tuple[int, ...]) -> Rows:
+    """Rows of the newest committed token and the accepted path. A chain's are a view."""
+    index: slice | list[int] = [0, *(node + 1 for node in path)]
+    if path == tuple(range(len(path))):
+        index = slice(0, len(path) + 1)
+    return Rows(rows.logits[index], None if rows.hidden is None else rows.hidden[index])
+
+
+def _rejected(draft: Draft, path: tuple[int, ...]) -> bool:
+    """Whether a drafted node stood where the target put a token of its own."""
+    return (path[-1] if path else -1) in draft.parents

@@ -1,0 +1,69 @@
+"""Adds up a reply's rounds into its statistics."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specedge.runtime.contracts import Round
+from specedge.runtime.events import Stats
+
+__all__ = ["peak_memory_bytes", "trim", "total"]
+
+
+def trim(last: Round, seen: int) -> Round:
+    """A round of which only the first `seen` tokens became visible.
+
+    Nodes behind them count neither as evaluated nor as accepted.
+    """
+    unseen = len(last.tokens) - seen
+    accepted = min(last.accepted, seen)
+    evaluated = min(last.evaluated, max(accepted, last.evaluated - unseen))
+    return replace(last, tokens=last.tokens[:seen], accepted=accepted, evaluated=evaluated)
+
+
+def total(
+    rounds: Sequence[Round],
+    *,
+    method: str,
+    lossless: bool,
+    prompt_tokens: int,
+    cached_tokens: int,
+    ttft_ms: float,
+    notes: Sequence[str] = (),
+) -> Stats:
+    """Statistics of a reply; the first round, which runs the prompt, is prefill, the others decoding."""
+    decoding = [item for item in rounds if not item.prefill]
+    draft_ms = sum(item.draft_ms for item in decoding)
+    verify_ms = sum(item.verify_ms for item in decoding)
+    host_ms = sum(item.host_ms for item in decoding)
+    return Stats(
+        method=method,
+        lossless=lossless,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        tokens=sum(len(item.tokens) for item in rounds),
+        passes=len(decoding),
+        proposed=sum(len(item.draft.tokens) for item in decoding),
+        evaluated=sum(item.evaluated for item in decoding),
+        accepted=sum(item.accepted for item in decoding),
+        ttft_ms=ttft_ms,
+        prefill_ms=sum(item.verify_ms for item in rounds if item.prefill),
+        decode_ms=draft_ms + verify_ms + host_ms,
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        host_ms=host_ms,
+        peak_memory_bytes=peak_memory_bytes(),
+        notes=tuple(notes),
+    )
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
