@@ -1,0 +1,151 @@
+"""The check against PyTorch: transformers loads the checkpoint itself, never our own tensors.
+
+It runs in a process of its own, so that PyTorch and its copy of the weights leave
+memory with it: `python -m specedge.export.torch_check REQUEST.json`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specedge.export.check import agreement, compare
+from specedge.export.tolerances import TOLERANCES
+from specedge.runtime.contracts import Floats
+from specedge.runtime.errors import ExportError, ParityError
+
+__all__ = ["check_pytorch", "main"]
+
+_TIMEOUT_SECONDS = 3600
+
+
+def check_pytorch(
+    path: Path, precision: str, prompts: Sequence[Sequence[int]], logits: Sequence[Floats]
+) -> dict[str, Any]:
+    """Compares the target's logits with those of PyTorch in fp32.
+
+    Args:
+        path: Folder in Hugging Face layout or GGUF file.
+        precision: Of the target graph.
+        prompts: Token ids.
+        logits: The target's, one array [tokens, vocab] a prompt.
+
+    Returns:
+        The report; its status is "skipped", with the reason, where PyTorch is not installed or
+        transformers cannot load the checkpoint.
+
+    Raises:
+        ParityError: The logits differ by more than the precision's tolerance.
+        ExportError: The check was killed, for want of memory most likely.
+    """
+    missing = _missing(path)
+    if missing:
+        return {"status": "skipped", "reason": f"{missing} not installed"}
+    with tempfile.TemporaryDirectory(prefix="specedge-") as scratch:
+        report = _run(path, prompts, Path(scratch))
+        if report["status"] != "loaded":
+            return report
+        with np.load(Path(scratch) / "logits.npz") as arrays:
+            expected = [arrays[str(index)] for index in range(len(prompts))]
+    return _judge(precision, expected, logits, report)
+
+
+def _judge(
+    precision: str, expected: Sequence[Floats], logits: Sequence[Floats], report: dict[str, Any]
+) -> dict[str, Any]:
+    tolerance = TOLERANCES[precision]
+    report = {**report, "status": "passed"}
+    for index, (wanted, given) in enumerate(zip(expected, logits, strict=True)):
+        if wanted.shape != given.shape:
+            raise ParityError(
+                f"PyTorch gives logits of shape {wanted.shape} and the graph {given.shape}; nothing was kept; "
+                "please report this model"
+            )
+        if tolerance.pytorch is not None:
+            what = f"{precision} against PyTorch, prompt {index + 1}"
+            report["max_abs"] = max(report.get("max_abs", 0.0), compare(what, given, wanted, tolerance.pytorch))
+    report.update(agreement(expected, logits, precision))
+    if tolerance.max_kl is not None and report["kl"] > tolerance.max_kl:
+        raise ParityError(
+            f"{precision} against PyTorch: KL(p||q) is {report['kl']:.3g} where {tolerance.max_kl:g} is the most that "
+            "rounding explains; nothing was kept; export in a higher precision, or please report this model"
+        )
+    return report
+
+
+def _missing(path: Path) -> str | None:
+    """Name of the first package that is needed and not there."""
+    names = ["torch", "transformers", *(("accelerate", "gguf") if path.is_file() else ())]
+    return next((name for name in names if importlib.util.find_spec(name) is None), None)
+
+
+def _run(path: Path, prompts: Sequence[Sequence[int]], scratch: Path) -> dict[str, Any]:
+    request = scratch / "request.json"
+    request.write_text(json.dumps({"path": str(path), "prompts": prompts, "output": str(scratch / "logits.npz")}))
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        # freed tensors go back to the system instead of to malloc's pools
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+    }
+    command = [sys.executable, "-P", "-m", "specedge.export.torch_check", str(request)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ExportError("the check against PyTorch took over an hour; export with --no-verify") from None
+    if done.returncode < 0:
+        raise ExportError(
+            f"the check against PyTorch was ended by signal {-done.returncode} (out of memory?); "
+            "free some memory, or export with --no-verify"
+        )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"status": "skipped", "reason": f"transformers cannot run this checkpoint: {last[:300]}"}
+    versions: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"status": "loaded", **versions}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Loads a model in transformers and writes its logits of the prompts in the request."""
+    import torch
+    import transformers
+
+    request = json.loads(Path(arguments[0]).read_text())
+    model = _load(Path(request["path"]))
+    arrays = {}
+    with torch.inference_mode():
+        for index, prompt in enumerate(request["prompts"]):
+            arrays[str(index)] = model(torch.tensor([prompt]), use_cache=False).logits[0].float().numpy()
+    np.savez(request["output"], **arrays)
+    print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__}))
+
+
+def _load(path: Path) -> Any:
+    """The model in fp32, on the CPU, from a folder or a GGUF file."""
+    import torch
+    import transformers
+
+    # the annotations of from_pretrained differ between transformers 4 and 5
+    from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained
+    if path.is_file():
+        model = from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    else:
+        model = from_pretrained(str(path), dtype=torch.float32, use_safetensors=True, local_files_only=True)
+    return model.eval()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
