@@ -236,7 +236,7 @@ def _check_files(bundle: Bundle) -> None:
             raise BundleError(
                 f"{path}: not a plain file of its own (a link or a device); copy the bundle with its contents"
             )
-        if any(parent.is_symlink() for parent in path.relative_to(bundle.folder).parents if str(parent) != "."):
+        if any((bundle.folder / parent).is_symlink() for parent in PurePosixPath(name).parents if parent.name):
             raise BundleError(f"{path}: behind a link; copy the bundle with its contents")
         if status.st_size != entry.size:
             raise BundleError(f"{path}: {status.st_size:,} bytes where {entry.size:,} belong; export the bundle again")

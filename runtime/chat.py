@@ -43,6 +43,7 @@ class Chat:
         self._engine = engine
         self.options = options or Options()
         self.messages: list[Message] = []
+        self._running: Generation | None = None
         self.system = system
 
     @property
@@ -68,6 +69,7 @@ class Chat:
         """
         if not text.strip():
             raise PromptError("the prompt is empty: give it some text")
+        self._settle()
         return self._reply([*self.messages, {"role": "user", "content": text}], overrides)
 
     def regenerate(self, **overrides: Any) -> Generation:
@@ -76,6 +78,7 @@ class Chat:
         Raises:
             PromptError: There is no user turn yet.
         """
+        self._settle()
         turns = list(self.messages)
         if turns and turns[-1]["role"] == "assistant":
             turns.pop()
@@ -85,7 +88,8 @@ class Chat:
 
     def reset(self) -> None:
         """Forgets the turns; the system message stays."""
-        self.system = self.system  # noqa: PLW0127  setting it starts anew
+        self._settle()
+        self.system = self.system
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the conversation as JSON, beside and renamed.
@@ -123,9 +127,15 @@ class Chat:
         def keep(finish: Finish) -> None:
             self.messages.append({"role": "assistant", "content": finish.text})
 
-        generation = self._engine.start(self._engine.text.chat_prompt(turns), self.options, overrides, keep)
+        self._running = self._engine.start(self._engine.text.chat_prompt(turns), self.options, overrides, keep)
         self.messages = turns
-        return generation
+        return self._running
+
+    def _settle(self) -> None:
+        """Ends a reply that is still open, so that what it said stands before the next turn."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
 
 def _role(value: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from specedge.runtime.contracts import Round
 from specedge.runtime.events import Stats
 
-__all__ = ["peak_memory_bytes", "trim", "total"]
+__all__ = ["peak_memory_bytes", "total", "trim"]
 
 
 def trim(last: Round, seen: int) -> Round:

@@ -1,0 +1,143 @@
+"""A manifest is a closed schema and its files are what it says: every damage has a one-line error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import pytest
+
+from specedge.runtime.bundle import MANIFEST, FileEntry, GraphSpec, Manifest, open_bundle, write_manifest
+from specedge.runtime.errors import BundleError, BundleFileError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A bundle whose files are bytes without meaning: nothing here opens them."""
+    root = tmp_path / "bundle"
+    (root / "onnx").mkdir(parents=True)
+    contents = {"onnx/target.onnx": b"target", "onnx/model.onnx": b"model", "config.json": b"{}"}
+    for name, data in contents.items():
+        (root / name).write_bytes(data)
+    spec = GraphSpec("onnx/target.onnx", "gqa", "fp32", 2, 1, 8, 16, 40, 64, "float32", 6)
+    files = {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()}
+    write_manifest(
+        root, Manifest("m", "folder:m", "llama", "cpu", spec, {}, "onnx/model.onnx", 40, None, (2, 0), files)
+    )
+    return root
+
+
+def edit(folder, change):
+    path = folder / MANIFEST
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def test_a_manifest_survives_writing_and_reading(folder):
+    manifest = open_bundle(folder, verify=True).manifest
+    assert manifest.eos_token_ids == (2, 0)
+    assert manifest.target.cache_bytes == 2 * 2 * 1 * 64 * 8 * 4
+    assert open_bundle(folder).text("config.json") == "{}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(format=2), "format 2 where this version reads 1"),
+        (lambda d: d.update(custom_op_library="x.so"), "unknown key 'custom_op_library'"),
+        (lambda d: d["target"].update(provider_options={}), "unknown key 'provider_options'"),
+        (lambda d: d["target"].pop("layers"), "layers is missing"),
+        (lambda d: d["target"].update(layers="2"), "layers is '2'"),
+        (lambda d: d["target"].update(layers=True), "layers is True"),
+        (lambda d: d["target"].update(capacity=1 << 40), "capacity is"),
+        (lambda d: d["target"].update(vocab_size=41), "has 41 tokens where 40 belong"),
+        (lambda d: d["target"].update(flavour="paged"), "flavour 'paged'"),
+        (lambda d: d.update(device="npu"), "device 'npu'"),
+        (lambda d: d.update(eos_token_ids=[40]), "outside the vocabulary"),
+        (lambda d: d.update(eos_token_ids=["2"]), "outside the vocabulary"),
+        (lambda d: d.update(standard="../x.onnx"), "leaves the bundle"),
+        (lambda d: d["files"].update({"../secret": {"size": 1, "sha256": "0"}}), "leaves the bundle"),
+        (lambda d: d["files"].update({"/etc/passwd": {"size": 1, "sha256": "0"}}), "leaves the bundle"),
+        (lambda d: d["files"].update({"C:/x": {"size": 1, "sha256": "0"}}), "leaves the bundle"),
+        (lambda d: d["files"].update({"a\\b": {"size": 1, "sha256": "0"}}), "not portable"),
+        (lambda d: d["files"].update({"CONFIG.json": d["files"]["config.json"]}), "differ only in case"),
+        (lambda d: d["drafts"].update({"../x": d["target"]}), "characters other than"),
+        (lambda d: d["files"].pop("onnx/target.onnx"), "no 'onnx/target.onnx' in this bundle"),
+        (lambda d: d.update(files=[]), "files is not an object"),
+        (lambda d: d.update(name=3), "name is 3"),
+    ],
+)
+def test_a_manifest_that_is_not_of_the_schema(folder, change, message):
+    edit(folder, change)
+    with pytest.raises(BundleError, match=message) as caught:
+        open_bundle(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"format": NaN}',
+        '{"format": 1, "format": 1}',
+        '{"format": 1e999}',
+        "[" * 100_000,
+        '{"format": ' + "9" * 5_000 + "}",
+        '{"format": {"a": {"b": "\x1b]0;x"}}}',
+        "\xff\xfe",
+    ],
+)
+def test_a_manifest_that_is_not_json(folder, text):
+    (folder / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(BundleError) as caught:
+        open_bundle(folder)
+    assert str(caught.value).isprintable()
+
+
+def test_missing_truncated_and_altered_files(folder):
+    path = folder / "onnx/target.onnx"
+    path.write_bytes(b"tarGet")
+    open_bundle(folder)
+    with pytest.raises(BundleError, match=r"target\.onnx: altered"):
+        open_bundle(folder, verify=True)
+    path.write_bytes(b"targe")
+    with pytest.raises(BundleError, match="5 bytes where 6 belong"):
+        open_bundle(folder)
+    path.unlink()
+    with pytest.raises(BundleFileError, match=r"target\.onnx: missing"):
+        open_bundle(folder)
+
+
+def test_links_and_devices_are_not_files_of_a_bundle(folder, tmp_path):
+    path = folder / "onnx/target.onnx"
+    outside = tmp_path / "secret"
+    outside.write_bytes(b"target")
+    for make in (os.symlink, os.link):
+        path.unlink()
+        make(outside, path)
+        with pytest.raises(BundleError, match="not a plain file of its own"):
+            open_bundle(folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BundleError, match="not a plain file of its own"):
+        open_bundle(folder)
+
+
+def test_a_linked_folder_inside(folder, tmp_path):
+    (folder / "onnx").rename(tmp_path / "elsewhere")
+    (folder / "onnx").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BundleError, match="behind a link"):
+        open_bundle(folder)
+
+
+def test_what_is_no_bundle(tmp_path):
+    with pytest.raises(BundleFileError, match="no such folder; make a bundle with"):
+        open_bundle(tmp_path / "nowhere")
+    with pytest.raises(BundleError, match=r"not a bundle \(no specedge\.json\)"):
+        open_bundle(tmp_path)
+    with pytest.raises(BundleFileError):
+        open_bundle(__file__)
