@@ -1,0 +1,207 @@
+"""The layers of a decoder, the same in every graph of a model: its tensors, and the nodes that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.export.checkpoint import Checkpoint, Tensors
+from specedge.export.linear import Linear, linear_for
+from specedge.export.nodes import MICROSOFT, GraphBuilder
+from specedge.export.rope import rotary_tables
+from specedge.export.vocabulary import Vocabulary, vocabulary_for
+from specedge.export.weights import WeightFile
+from specedge.models import Dimensions, Family, find_family, read_dimensions
+from specedge.quant.formats import Format
+from specedge.runtime.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["COSINES", "SINES", "Attention", "Decoder", "read_decoder"]
+
+COSINES = "cos_cache"
+SINES = "sin_cache"
+_FINAL_NORM = "model.norm.weight"
+
+Attention = Callable[[int, str], str]
+"""Adds the attention of one layer: (layer, packed q, k and v) -> the heads' outputs, [B, S, heads * head_dim]."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One model in one number format, ready to be written.
+
+    Attributes:
+        family, dimensions, form: What it is.
+        capacity: Rows of the rotary tables.
+        linear, vocabulary: How `form` stores and applies its matrices.
+    """
+
+    family: Family
+    dimensions: Dimensions
+    form: Format
+    capacity: int
+    linear: Linear
+    vocabulary: Vocabulary
+
+    def store(self, tensors: Tensors, weights: WeightFile) -> None:
+        """Appends all tensors to the weight file, reading them one at a time.
+
+        Raises:
+            CheckpointError: A tensor is missing or has another shape than the config says.
+            UnsupportedModelError: There are tensors that the family's computation does not use.
+        """
+        _check_tensors(self, tensors)
+        names, sizes, dtype = self.family, self.dimensions, self.form.dtype
+        head = None if sizes.tied else tensors[names.head]
+        self.vocabulary.store(weights, tensors[names.embedding], head)
+        for name, table in zip((COSINES, SINES), rotary_tables(sizes, self.capacity), strict=True):
+            weights.add(name, table.astype(dtype))
+        for layer in range(sizes.layers):
+            self._store_layer(_Layer(names, tensors, layer), layer, weights)
+        weights.add(_FINAL_NORM, tensors[names.final_norm].astype(dtype))
+
+    def _store_layer(self, source: _Layer, layer: int, weights: WeightFile) -> None:
+        names, sizes = self.family, self.dimensions
+        weights.add(_attention_norm(layer), source.tensor(names.attention_norm).astype(self.form.dtype))
+        weights.add(_mlp_norm(layer), source.tensor(names.mlp_norm).astype(self.form.dtype))
+        # One product for q, k and v reads the rows once, and GroupQueryAttention takes them packed.
+        qkv = (names.q, names.k, names.v)
+        for name, modules, bias in (
+            ("self_attn.qkv_proj", qkv, sizes.qkv_bias),
+            ("self_attn.o_proj", (names.output,), sizes.output_bias),
+            ("mlp.gate_proj", (names.gate,), sizes.mlp_bias),
+            ("mlp.up_proj", (names.up,), sizes.mlp_bias),
+            ("mlp.down_proj", (names.down,), sizes.mlp_bias),
+        ):
+            joined = source.joined(modules, "bias") if bias else None
+            self.linear.store(weights, _module(layer, name), source.joined(modules, "weight"), joined)
+
+    def run(self, graph: GraphBuilder, ids: str, attention: Attention, hidden: str | None = None) -> str:
+        """Adds all layers.
+
+        Args:
+            graph: The graph to add to.
+            ids: Name of the token ids, [B, S].
+            attention: Adds the attention of a layer.
+            hidden: Name for the result.
+
+        Returns:
+            The name of [B, S, hidden_size], after the final norm.
+        """
+        sizes, apply = self.dimensions, self.linear.apply
+        residual = self.vocabulary.embed(graph, ids)
+        norm = graph.weight(_attention_norm(0))
+        rows = graph.op("SimplifiedLayerNormalization", residual, norm, axis=-1, epsilon=sizes.norm_eps, stash_type=1)
+        for layer in range(sizes.layers):
+            heads = attention(layer, apply(graph, rows, _module(layer, "self_attn.qkv_proj")))
+            mixed = apply(graph, heads, _module(layer, "self_attn.o_proj"))
+            rows, residual = self._norm(graph, mixed, residual, _mlp_norm(layer), f"layer_{layer}.mlp")
+            gate = apply(graph, rows, _module(layer, "mlp.gate_proj"))
+            up = apply(graph, rows, _module(layer, "mlp.up_proj"))
+            gated = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
+            mixed = apply(graph, gated, _module(layer, "mlp.down_proj"))
+            last = layer + 1 == sizes.layers
+            norm = _FINAL_NORM if last else _attention_norm(layer + 1)
+            label = hidden if last and hidden else f"layer_{layer + 1}.attention"
+            rows, residual = self._norm(graph, mixed, residual, norm, label)
+        return rows
+
+    def _norm(self, graph: GraphBuilder, x: str, residual: str, norm: str, label: str) -> tuple[str, str]:
+        """Adds x to the residual and norms the sum; returns both, the norm under the name `label`."""
+        inputs, outputs = (x, residual, graph.weight(norm)), (label, "", "", f"{label}.residual")
+        eps = self.dimensions.norm_eps
+        graph.ops("SkipSimplifiedLayerNormalization", inputs, outputs, domain=MICROSOFT, epsilon=eps)
+        return outputs[0], outputs[3]
+
+
+def read_decoder(checkpoint: Checkpoint, form: Format, capacity: int) -> Decoder:
+    """Reads a checkpoint's config into a decoder.
+
+    Raises:
+        UnsupportedModelError: No builder covers it.
+        CheckpointError: The config makes no sense.
+    """
+    family = find_family(checkpoint.config.get("model_type"))
+    dimensions = read_dimensions(family, checkpoint.config)
+    if dimensions.window is not None and dimensions.window < capacity:
+        raise UnsupportedModelError(
+            f"config.json: attention over a window of {dimensions.window} rows has no builder; export with --capacity "
+            f"{dimensions.window} or less, where the window does not matter"
+        )
+    return Decoder(family, dimensions, form, capacity, linear_for(form), vocabulary_for(form))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Tensors of one layer of a checkpoint."""
+
+    names: Family
+    tensors: Tensors
+    layer: int
+
+    def tensor(self, module: str, kind: str = "weight") -> NDArray[np.float32]:
+        return self.tensors[self.names.layer.format(layer=self.layer) + f"{module}.{kind}"]
+
+    def joined(self, modules: tuple[str, ...], kind: str) -> NDArray[np.float32]:
+        """The modules' tensors, one above the other."""
+        parts = [self.tensor(module, kind) for module in modules]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _module(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{name}"
+
+
+def _attention_norm(layer: int) -> str:
+    return _module(layer, "input_layernorm.weight")
+
+
+def _mlp_norm(layer: int) -> str:
+    return _module(layer, "post_attention_layernorm.weight")
+
+
+def _expected(decoder: Decoder) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of every tensor the computation uses."""
+    names, sizes = decoder.family, decoder.dimensions
+    hidden = sizes.hidden_size
+    yield names.embedding, (sizes.vocab_size, hidden)
+    yield names.final_norm, (hidden,)
+    if not sizes.tied:
+        yield names.head, (sizes.vocab_size, hidden)
+    modules = (
+        (names.q, sizes.q_size, hidden, sizes.qkv_bias),
+        (names.k, sizes.kv_size, hidden, sizes.qkv_bias),
+        (names.v, sizes.kv_size, hidden, sizes.qkv_bias),
+        (names.output, hidden, sizes.q_size, sizes.output_bias),
+        (names.gate, sizes.mlp_size, hidden, sizes.mlp_bias),
+        (names.up, sizes.mlp_size, hidden, sizes.mlp_bias),
+        (names.down, hidden, sizes.mlp_size, sizes.mlp_bias),
+    )
+    for layer in range(sizes.layers):
+        prefix = names.layer.format(layer=layer)
+        yield f"{prefix}{names.attention_norm}.weight", (hidden,)
+        yield f"{prefix}{names.mlp_norm}.weight", (hidden,)
+        for module, outputs, inputs, bias in modules:
+            yield f"{prefix}{module}.weight", (outputs, inputs)
+            if bias:
+                yield f"{prefix}{module}.bias", (outputs,)
+
+
+def _check_tensors(decoder: Decoder, tensors: Tensors) -> None:
+    expected = dict(_expected(decoder))
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}; it may be incomplete, so fetch it again")
+        found = tuple(tensors.shape(name))
+        if found != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {list(found)} where config.json says {list(shape)}")
+    # A copy of the embedding under the head's name is what some tools save for a tied model.
+    known = {*expected, decoder.family.head}
+    for name in tensors:
+        if name not in known and not name.endswith(decoder.family.ignored):
+            raise UnsupportedModelError(
+                f"tensor {name!r} has no place in the computation of family {decoder.family.name}; "
+                "the model is not what its model_type says"
+            )

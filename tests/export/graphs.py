@@ -1,0 +1,92 @@
+"""Runs the exporter's graphs in tests: one pass of the speculative graph over a cache, one of the standard graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.runtime.bundle import GraphSpec
+from specedge.runtime.contracts import GraphNames as Names
+from specedge.tests.reference import session
+
+__all__ = ["Speculative", "Standard"]
+
+
+class Speculative:
+    """The speculative graph with a cache of its own, filled from row 0 on."""
+
+    def __init__(self, path: Path, spec: GraphSpec, capacity: int | None = None) -> None:
+        self.session = session(path)
+        self.spec = spec
+        self.capacity = capacity or spec.capacity
+        self.dtype = np.dtype(spec.cache_dtype)
+        shape = (1, spec.kv_heads, self.capacity, spec.head_dim)
+        # Garbage in unused rows: whoever reads them is found out.
+        self.cache = {
+            (layer, kind): np.full(shape, 7.0, self.dtype) for layer in range(spec.layers) for kind in ("key", "value")
+        }
+        self.length = 0
+
+    def run(
+        self,
+        ids: Any,
+        depth: NDArray[np.int64] | None = None,
+        allowed: NDArray[np.bool_] | None = None,
+        wanted: Any = None,
+        pad: int = 0,
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Runs rows on top of the cache and keeps them in it; returns logits and hidden of the real rows."""
+        real, rows = len(ids), len(ids) + pad
+        past = self.length
+        bias = np.full((1, 1, rows, self.capacity), -np.inf, self.dtype)
+        bias[..., :past] = 0
+        seen = np.eye(rows, dtype=bool)
+        seen[:real, :real] = np.tril(np.ones((real, real), bool)) if allowed is None else allowed
+        bias[0, 0, :, past : past + rows][seen] = 0
+        bias[0, 0, real:, :past] = -np.inf
+        positions = np.full((1, rows), past, np.int64)
+        positions[0, :real] += np.arange(real) if depth is None else depth
+        tokens = np.zeros((1, rows), np.int64)
+        tokens[0, :real] = ids
+        feeds = {
+            Names.INPUT_IDS: tokens,
+            Names.POSITION_IDS: positions,
+            Names.ATTENTION_BIAS: bias,
+            Names.LAST_INDEX: np.array([past + rows - 1], np.int32),
+            Names.TOTAL: np.array([self.capacity], np.int32),
+            Names.LOGIT_ROWS: np.arange(real) if wanted is None else np.array(wanted, np.int64),
+        }
+        binding = self.session.io_binding()
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        for (layer, kind), array in self.cache.items():
+            for bind, name in ((binding.bind_input, Names.past), (binding.bind_output, Names.present)):
+                bind(name(layer, kind), "cpu", 0, self.dtype, array.shape, array.ctypes.data)
+        for name in (Names.LOGITS, Names.HIDDEN):
+            binding.bind_output(name, "cpu")
+        self.session.run_with_iobinding(binding)
+        *_, logits, hidden = binding.copy_outputs_to_cpu()
+        self.length += real
+        return logits[0], hidden[0, :real]
+
+
+class Standard:
+    """The standard graph with its growing cache."""
+
+    def __init__(self, path: Path, spec: GraphSpec, batch: int = 1) -> None:
+        self.session = session(path)
+        empty = np.zeros((batch, spec.kv_heads, 0, spec.head_dim), spec.cache_dtype)
+        self.cache = {(layer, kind): empty for layer in range(spec.layers) for kind in ("key", "value")}
+
+    def run(self, ids: Any, mask: Any, positions: Any) -> NDArray[np.float32]:
+        """Logits [B, S, vocab] of rows on top of the cache."""
+        feeds = {Names.INPUT_IDS: ids, Names.ATTENTION_MASK: mask, Names.POSITION_IDS: positions}
+        feeds = {name: np.asarray(value, np.int64) for name, value in feeds.items()}
+        feeds |= {Names.past(*key): array for key, array in self.cache.items()}
+        outputs = [Names.LOGITS, *(Names.present(*key) for key in self.cache)]
+        logits, *cache = self.session.run(outputs, feeds)
+        self.cache = dict(zip(self.cache, cache, strict=True))
+        return logits
