@@ -148,8 +148,16 @@ class Sampler(Protocol):
         """Probabilities of the token after `prefix`: penalties, temperature, top-k, top-p, min-p."""
         ...
 
+    def token(self, logits: Floats, prefix: Sequence[int]) -> int:
+        """The token plain decoding puts after `prefix`: `draw(law(logits, prefix), len(prefix))`, faster."""
+        ...
+
     def draw(self, law: Law, position: int, stream: int = 0) -> int:
-        """Draws a token. Stream 0 decides visible tokens, stream 1 drafts."""
+        """Draws a token.
+
+        Stream 0 decides what plain decoding shows, stream 1 drafts that come with their law,
+        stream 2 what rejection draws (so that no draft is correlated with it).
+        """
         ...
 
     def accept(self, probability: Any, position: int, trial: int = 0) -> bool:

@@ -1,0 +1,88 @@
+"""A draft model: a smaller or coarser model that decodes a few tokens ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Law, Target, Verdict
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Drafts a chain with a model of its own.
+
+    Its cache holds every committed token but the newest, or fewer: what it lacks (a prompt, a
+    reply drafted by another) is run in one pass before the first drafted token.
+
+    Two ways to draft:
+
+    - `sample` False, for the greedy and exact verifiers: the token that the reply's sampler would
+      put there if the draft model were the target. It shares the penalties and, at a temperature,
+      the random numbers of the target's own draw, so the two mostly agree (see `sampler.py`).
+    - `sample` True, for the rejection verifier: a draw of its own, and the law it came from.
+
+    Args:
+        name: "draft:NAME".
+        target: The draft model, its graph and cache.
+        sample: How to draft; may be set between replies.
+    """
+
+    def __init__(self, name: str, target: Target, sample: bool = False) -> None:
+        self.name = name
+        self.sample = sample
+        self._model = target
+        self._base = 0  # rows before it hold tokens that were committed when they were run
+        self._drafted: list[int] = []  # tokens of the rows from there on
+
+    def propose(self, context: Context, budget: int) -> Draft:
+        """See `contracts.Drafter`. Near the end of the draft model's cache there are fewer nodes, or none."""
+        tokens = list(context.tokens)
+        budget = min(budget, self._model.capacity - len(tokens) + 1)
+        if budget < 1:
+            return EMPTY_DRAFT
+        self._keep_valid(tokens)
+        known = self._model.length
+        self._base, self._drafted = len(tokens), []
+        laws: list[Law] = []
+        prefix = list(tokens)
+        pending = tokens[known:]
+        for _ in range(budget):
+            logits = self._model.forward(pending).logits[0]
+            if context.rows is not None:
+                logits = logits[: context.rows.logits.shape[1]]  # a draft's vocabulary may be padded wider
+            if self.sample:
+                laws.append(context.sampler.law(logits, prefix))
+                token = context.sampler.draw(laws[-1], len(prefix), stream=1)
+            else:
+                token = context.sampler.token(logits, prefix)
+            prefix.append(token)
+            self._drafted.append(token)
+            pending = [token]
+        return Draft.chain(self._drafted, np.stack(laws) if laws else None)
+
+    def observe(self, context: Context, verdict: Verdict) -> None:
+        """See `contracts.Drafter`. Rows of rejected tokens are forgotten; accepted ones stay."""
+        self._keep_valid(context.tokens)
+
+    def rewind(self, length: int) -> None:
+        """See `contracts.Drafter`."""
+        self._model.rewind(min(self._model.length, length))
+        del self._drafted[max(length - self._base, 0) :]
+        self._base = min(self._base, length)
+
+    def close(self) -> None:
+        """Frees the model."""
+        close = getattr(self._model, "close", None)
+        if close is not None:
+            close()
+
+    def _keep_valid(self, tokens: Sequence[int]) -> None:
+        """Rewinds to the rows that hold committed tokens, without the newest."""
+        valid = min(self._model.length, self._base)
+        while valid < min(self._model.length, len(tokens)) and self._drafted[valid - self._base] == tokens[valid]:
+            valid += 1
+        self._base, self._drafted = valid, []
+        self._model.rewind(min(valid, len(tokens) - 1))
