@@ -79,7 +79,8 @@ class FakeEngine:
             yield finish("none", tokens, decoded, 10.0 * decoded)
         elif options.method.startswith("draft"):
             # Two tokens a pass, one of them drafted, at 1.25 times the price of a plain pass.
-            yield finish("draft:self-int4", tokens, decoded // 2, 12.5 * (decoded // 2), decoded, decoded // 2)
+            passes = (decoded + 1) // 2
+            yield finish("draft:self-int4", tokens, passes, 12.5 * passes, decoded, decoded // 2)
         else:
             yield finish("ngram", tokens, decoded, 20.0 * decoded)
 
