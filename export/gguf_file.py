@@ -1,0 +1,260 @@
+"""A GGUF file: its structure checked against its size, its tensors dequantised one at a time."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.export.reading import check_finite
+from specedge.runtime.errors import CheckpointError, MissingExtraError
+
+__all__ = ["GgufFile", "GgufTensors", "TensorInfo"]
+
+# Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's own reader is not used for
+# it: it trusts the declared lengths (an array of 2^60 bytes keeps it busy for ever) and takes 100 times as long.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DEPTH = 4
+_CHUNK = 1 << 22
+"""Elements dequantised at a time: bounds what the intermediate arrays take."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies.
+
+    Attributes:
+        shape: As numpy has it, slowest first: [out, in] for a linear layer.
+        kind: The GGML number format.
+        offset: First byte in the file.
+        size: Bytes.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    size: int
+
+
+class _Cursor:
+    """Reads forward through a buffer; never past its end."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 0
+
+    def take(self, size: int) -> int:
+        """Step over `size` bytes; give where they start."""
+        if size > len(self.data) - self.at:
+            raise CheckpointError(
+                f"{self.path} is truncated or damaged: it declares {size:,} bytes at {self.at:,} "
+                f"but is {len(self.data):,} long; download it again"
+            )
+        start = self.at
+        self.at += size
+        return start
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        size = self.scalar("Q")
+        start = self.take(size)
+        try:
+            return self.data[start : start + size].decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path} holds text that is not UTF-8 at byte {start:,}") from error
+
+    def count(self, number: int, each: int) -> int:
+        """A declared number of items, each at least `each` bytes long."""
+        if number * each > len(self.data) - self.at:
+            raise CheckpointError(
+                f"{self.path} is truncated or damaged: it declares {number:,} items at byte {self.at:,} "
+                f"but is {len(self.data):,} long; download it again"
+            )
+        return number
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY or depth == _MAX_DEPTH:
+            raise CheckpointError(f"{self.path} holds a value of unknown type {kind} at byte {self.at:,}")
+        kind, length = self.scalar("I"), self.scalar("Q")
+        if kind in _SCALARS:
+            dtype = np.dtype("<" + _SCALARS[kind])
+            start = self.take(self.count(length, dtype.itemsize) * dtype.itemsize)
+            return np.frombuffer(self.data, dtype, length, start).copy()
+        return [self.value(kind, depth + 1) for _ in range(self.count(length, 8))]
+
+
+class GgufFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: The file.
+        metadata: Its key-value pairs; numeric arrays are numpy arrays.
+        tensors: Where each tensor lies, by GGUF name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the structure; no tensor data.
+
+        Raises:
+            CheckpointError: The file is missing, no GGUF file, truncated or damaged.
+            MissingExtraError: gguf is not installed.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                head = file.read(8)
+                if head[:4] != b"GGUF":
+                    raise CheckpointError(f"{path} is no GGUF file: it starts with {head[:4]!r}, not b'GGUF'")
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} does not exist; give the path of a GGUF file") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        cursor = _Cursor(self._data, path)
+        cursor.take(4)
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            hint = "it is big-endian" if version in (2 << 24, 3 << 24) else f"it has format version {version}"
+            raise CheckpointError(f"{path}: {hint}; little-endian versions 2 and 3 can be read: convert it again")
+        tensor_count, pair_count = cursor.scalar("Q"), cursor.scalar("Q")
+        self.metadata = self._pairs(cursor, pair_count)
+        if self.metadata.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(f"{path} is one part of several; join them first: llama-gguf-split --merge")
+        self.tensors = self._infos(cursor, tensor_count)
+
+    def _pairs(self, cursor: _Cursor, count: int) -> dict[str, Any]:
+        pairs: dict[str, Any] = {}
+        for _ in range(cursor.count(count, 13)):
+            key = cursor.string()
+            if key in pairs:
+                raise CheckpointError(f"{self.path} holds the key {key!r} twice")
+            pairs[key] = cursor.value(cursor.scalar("I"))
+        return pairs
+
+    def _infos(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(cursor.count(count, 28)):
+            name, rank = cursor.string(), cursor.scalar("I")
+            if name in found or not 1 <= rank <= 4:
+                raise CheckpointError(f"{self.path}: tensor {name!r} stands twice or has {rank} dimensions")
+            shape = tuple(reversed([cursor.scalar("Q") for _ in range(rank)]))
+            found[name] = (shape, cursor.scalar("I"), cursor.scalar("Q"))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise CheckpointError(f"{self.path}: general.alignment {alignment!r} is not a power of two")
+        start = -(-cursor.at // alignment) * alignment
+        return {name: self._info(name, start, *fields) for name, fields in found.items()}
+
+    def _info(self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+        sizes = _quant_sizes()
+        if kind not in sizes:
+            raise CheckpointError(f"{self.path}: tensor {name!r} has the unknown number format {kind}; update gguf")
+        block, block_size = sizes[kind]
+        if 0 in shape or shape[-1] % block:
+            raise CheckpointError(f"{self.path}: tensor {name!r} of shape {shape} is not made of blocks of {block}")
+        size = math.prod(shape) // block * block_size
+        if start + offset + size > len(self._data):
+            raise CheckpointError(
+                f"{self.path} is truncated: tensor {name!r} ends at byte {start + offset + size:,} "
+                f"of {len(self._data):,}; download it again"
+            )
+        return TensorInfo(shape, kind, start + offset, size)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """One tensor, dequantised.
+
+        Raises:
+            CheckpointError: The tensor is missing, of a format that cannot be dequantised, or holds NaN.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"tensor {name} is missing in {self.path}")
+        info = self.tensors[name]
+        rows = math.prod(info.shape[:-1])
+        raw = np.frombuffer(self._data, np.uint8, info.size, info.offset).reshape(rows, -1)
+        result = np.empty((rows, info.shape[-1]), np.float32)
+        step = max(_CHUNK // info.shape[-1], 1)
+        for first in range(0, rows, step):
+            result[first : first + step] = self._dequantize(raw[first : first + step], name, info.kind)
+        return check_finite(result.reshape(info.shape), name, self.path)
+
+    def _dequantize(self, raw: NDArray[np.uint8], name: str, kind: int) -> NDArray[Any]:
+        from gguf import GGMLQuantizationType, quants
+
+        if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            return raw.view("<f4" if kind == GGMLQuantizationType.F32 else "<f2")
+        try:
+            # Scales of damaged blocks may overflow; check_finite then names the tensor.
+            with np.errstate(all="ignore"):
+                return np.asarray(quants.dequantize(raw, GGMLQuantizationType(kind)))
+        except (NotImplementedError, ValueError, KeyError) as error:
+            form = GGMLQuantizationType(kind).name
+            raise CheckpointError(f"{self.path}: tensor {name} is {form}, which cannot be dequantised") from error
+
+
+class GgufTensors:
+    """The tensors of a GGUF file under their Hugging Face names, as `checkpoint.Tensors` wants them."""
+
+    def __init__(self, file: GgufFile, names: Mapping[str, str], interleaved: Mapping[str, int]) -> None:
+        """Wrap a file.
+
+        Args:
+            file: The file.
+            names: GGUF name by Hugging Face name.
+            interleaved: Number of heads by the Hugging Face names of tensors stored for interleaved rotation.
+        """
+        self._file, self._names, self._interleaved = file, dict(names), dict(interleaved)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def _stored(self, name: str) -> str:
+        if name not in self._names:
+            raise CheckpointError(f"tensor {name} is missing in {self._file.path}")
+        return self._names[name]
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        """The tensor as float32, [out, in], q and k for half-split rotation.
+
+        Raises:
+            CheckpointError: See `GgufFile.read`.
+        """
+        tensor = self._file.read(self._stored(name))
+        if name not in self._interleaved:
+            return tensor
+        # llama.cpp's converter stores the pair (i, i + d/2) of a head's rows side by side; put it back.
+        heads, rest = self._interleaved[name], tensor.shape[1:]
+        pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *rest)
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape, without reading the data.
+
+        Raises:
+            CheckpointError: The tensor is missing.
+        """
+        return self._file.tensors[self._stored(name)].shape
+
+
+def _quant_sizes() -> dict[int, tuple[int, int]]:
+    """Elements and bytes of a block, by number format."""
+    try:
+        from gguf import GGML_QUANT_SIZES
+    except ImportError as error:
+        raise MissingExtraError("gguf", "export") from error
+    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
