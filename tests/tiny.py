@@ -1,4 +1,4 @@
-"""A tiny random Llama checkpoint for tests: as a folder in Hugging Face layout, and as a GGUF file of the same model."""
+"""A tiny random Llama checkpoint: as a folder in Hugging Face layout, and as a GGUF file of the same model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-__all__ = ["CHAT_TEMPLATE", "SPECIAL", "TinyLlama", "tiny_tokenizer", "write_folder", "write_gguf"]
+__all__ = ["CHAT_TEMPLATE", "SPECIAL", "TinyLlama", "tiny_tokenizer", "write_tiny_checkpoint", "write_tiny_gguf"]
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -130,7 +130,7 @@ def tiny_tokenizer(vocab: int = 320) -> Any:
     return tokenizer
 
 
-def write_folder(folder: Path, model: TinyLlama | None = None) -> Path:
+def write_tiny_checkpoint(folder: Path, model: TinyLlama | None = None) -> Path:
     """Write the model in Hugging Face layout; the folder is made, and given back."""
     model = model or TinyLlama()
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
     return np.concatenate([tensor[first : first + head][order] for first in range(0, heads * head, head)])
 
 
-def write_gguf(path: Path, model: TinyLlama | None = None, *, rope_freqs: np.ndarray | None = None) -> Path:
+def write_tiny_gguf(path: Path, model: TinyLlama | None = None, *, rope_freqs: np.ndarray | None = None) -> Path:
     """Write the model as a GGUF file, float32.
 
     Args:
