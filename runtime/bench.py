@@ -110,9 +110,7 @@ def run(
         asked = _fitting(engines, prompts, max_tokens, Path(prompts_file))
         replies = _measure(contenders, [ids for _, ids in asked], progress)
         return {
-            "model": engines[0].manifest.name,
-            "precision": engines[0].manifest.target.precision,
-            "device": engines[0].manifest.device,
+            **_facts(engines[0]),
             "threads": default_threads() if threads is None else threads,
             "prompts": len(asked),
             "skipped": len(prompts) - len(asked),
@@ -239,6 +237,11 @@ def _measure(
     if progress is not None:
         progress(done, total, "")
     return replies
+
+
+def _facts(engine: Engine) -> dict[str, str]:
+    manifest = engine.manifest
+    return {"model": manifest.name, "precision": manifest.target.precision, "device": manifest.device}
 
 
 def _notes(replies: Mapping[str, Sequence[Finish]]) -> list[str]:

@@ -57,10 +57,10 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Path:
-    """A folder with a random Llama of a few thousand weights, as Hugging Face lays it out."""
-    from specedge.tests.tiny import write_tiny_checkpoint
+    """A folder with a small random Llama, as Hugging Face lays it out."""
+    from specedge.tests.tiny import write_folder
 
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
+    return write_folder(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
 @pytest.fixture(scope="session")
