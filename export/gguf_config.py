@@ -13,7 +13,7 @@ import numpy as np
 from specedge.export.gguf_file import GgufFile, GgufTensors
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["ARCHITECTURES", "Architecture", "gguf_config", "gguf_generation", "gguf_tensors"]
+__all__ = ["ARCHITECTURES", "Architecture", "gguf_config", "gguf_generation", "gguf_tensors", "token_id"]
 
 Number = TypeVar("Number", int, float)
 
@@ -86,12 +86,17 @@ class _Metadata:
     def __init__(self, file: GgufFile) -> None:
         self.values, self.path = file.metadata, file.path
         name = self.values.get("general.architecture")
-        if name not in ARCHITECTURES:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedModelError(
                 f"{self.path} holds the architecture {name!r}; GGUF files of {known} can be read"
             )
-        self.name = str(name)
+        self.name = name
+
+    def has(self, key: str) -> bool:
+        """Whether ARCHITECTURE.key is there and neither zero nor false nor empty."""
+        value = self.values.get(f"{self.name}.{key}")
+        return bool(value.size if isinstance(value, np.ndarray) else value)
 
     def get(self, key: str, kind: type[Number], default: Number | None = None) -> Number:
         """The positive value of ARCHITECTURE.key; without a default it must be there."""
@@ -104,7 +109,7 @@ class _Metadata:
             raise CheckpointError(f"{self.path} lacks the key {full}; convert the model again")
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**53:
             raise CheckpointError(f"{self.path}: {full} is {value!r} where a positive {kind.__name__} belongs")
-        return value  # type: ignore[no-any-return]
+        return value
 
 
 def gguf_tensors(file: GgufFile) -> GgufTensors:
@@ -149,7 +154,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     metadata = _Metadata(file)
     architecture = ARCHITECTURES[metadata.name]
     for key in _FOREIGN:
-        if file.metadata.get(f"{metadata.name}.{key}"):
+        if metadata.has(key):
             raise UnsupportedModelError(f"{file.path}: a {metadata.name} model with {key} cannot be exported")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"tensor token_embd.weight is missing in {file.path}; download it again")
@@ -185,7 +190,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{file.path}: q has a bias where o has none, or the reverse; no such family is known"
         )
-    if file.metadata.get(f"{metadata.name}.attention.sliding_window"):
+    if metadata.has("attention.sliding_window"):
         config["sliding_window"] = metadata.get("attention.sliding_window", int)
     return config
 
@@ -195,15 +200,13 @@ def _rope_scaling(file: GgufFile, metadata: _Metadata, theta: float, head: int) 
     if "rope_freqs.weight" in file.tensors:
         return _from_factors(file, metadata, theta, head)
     kind = file.metadata.get(f"{metadata.name}.rope.scaling.type", "none")
-    linear = file.metadata.get(f"{metadata.name}.rope.scale_linear", 1.0)
-    if kind == "none" and linear == 1.0:
-        return None
-    if kind == "none":
-        return {"rope_type": "linear", "factor": metadata.get("rope.scale_linear", float)}
+    if isinstance(kind, str) and kind == "none":
+        factor = metadata.get("rope.scale_linear", float, 1.0)
+        return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     factor = metadata.get("rope.scaling.factor", float)
-    if kind == "linear":
+    if isinstance(kind, str) and kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
+    if isinstance(kind, str) and kind == "yarn":
         original = metadata.get("rope.scaling.original_context_length", int)
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} cannot be exported")
@@ -259,9 +262,9 @@ def token_id(metadata: Mapping[str, Any], kind: str, vocabulary: int, path: Path
         CheckpointError: The id is outside the vocabulary.
     """
     value = metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    if value is None or value == 0xFFFFFFFF:
+    if value is None or (isinstance(value, int) and value == 0xFFFFFFFF):  # llama.cpp's way to say none
         return None
-    if not isinstance(value, int) or not 0 <= value < vocabulary:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
         raise CheckpointError(f"{path}: the {kind} token {value!r} is outside the vocabulary of {vocabulary:,}")
     return value
 

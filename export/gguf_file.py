@@ -101,6 +101,7 @@ class GgufFile:
 
     Attributes:
         path: The file.
+        size: Its bytes.
         metadata: Its key-value pairs; numeric arrays are numpy arrays.
         tensors: Where each tensor lies, by GGUF name.
     """
@@ -118,21 +119,27 @@ class GgufFile:
                 head = file.read(8)
                 if head[:4] != b"GGUF":
                     raise CheckpointError(f"{path} is no GGUF file: it starts with {head[:4]!r}, not b'GGUF'")
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist; give the path of a GGUF file") from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        cursor = _Cursor(self._data, path)
+        # Mapped for its head only: tensors are read, so that a file which shrinks meanwhile is an error, not a crash.
+        with data:
+            self.size = len(data)
+            self._read_structure(_Cursor(data, path))
+
+    def _read_structure(self, cursor: _Cursor) -> None:
         cursor.take(4)
         version = cursor.scalar("I")
         if version not in (2, 3):
             hint = "it is big-endian" if version in (2 << 24, 3 << 24) else f"it has format version {version}"
-            raise CheckpointError(f"{path}: {hint}; little-endian versions 2 and 3 can be read: convert it again")
+            raise CheckpointError(f"{self.path}: {hint}; little-endian versions 2 and 3 can be read: convert it again")
         tensor_count, pair_count = cursor.scalar("Q"), cursor.scalar("Q")
         self.metadata = self._pairs(cursor, pair_count)
-        if self.metadata.get("split.count", 1) not in (0, 1):
-            raise CheckpointError(f"{path} is one part of several; join them first: llama-gguf-split --merge")
+        parts = self.metadata.get("split.count", 1)
+        if not isinstance(parts, int) or parts > 1:
+            raise CheckpointError(f"{self.path} is one part of several; join them first: llama-gguf-split --merge")
         self.tensors = self._infos(cursor, tensor_count)
 
     def _pairs(self, cursor: _Cursor, count: int) -> dict[str, Any]:
@@ -166,10 +173,10 @@ class GgufFile:
         if 0 in shape or shape[-1] % block:
             raise CheckpointError(f"{self.path}: tensor {name!r} of shape {shape} is not made of blocks of {block}")
         size = math.prod(shape) // block * block_size
-        if start + offset + size > len(self._data):
+        if start + offset + size > self.size:
             raise CheckpointError(
                 f"{self.path} is truncated: tensor {name!r} ends at byte {start + offset + size:,} "
-                f"of {len(self._data):,}; download it again"
+                f"of {self.size:,}; download it again"
             )
         return TensorInfo(shape, kind, start + offset, size)
 
@@ -183,7 +190,13 @@ class GgufFile:
             raise CheckpointError(f"tensor {name} is missing in {self.path}")
         info = self.tensors[name]
         rows = math.prod(info.shape[:-1])
-        raw = np.frombuffer(self._data, np.uint8, info.size, info.offset).reshape(rows, -1)
+        try:
+            raw = np.fromfile(self.path, np.uint8, info.size, offset=info.offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if raw.size != info.size:
+            raise CheckpointError(f"{self.path} became shorter while it was read")
+        raw = raw.reshape(rows, -1)
         result = np.empty((rows, info.shape[-1]), np.float32)
         step = max(_CHUNK // info.shape[-1], 1)
         for first in range(0, rows, step):

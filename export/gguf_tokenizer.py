@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from specedge.export.checkpoint import Tokenizer
 from specedge.export.gguf_config import token_id
 from specedge.export.gguf_file import GgufFile
@@ -25,6 +27,11 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
@@ -46,14 +53,24 @@ class PreTokenizer:
     nfc: bool = False
 
 
-_LLAMA3_ROW = PreTokenizer((_LLAMA3,), whole_words=True, add_bos=True)
+def _rows(row: PreTokenizer, *names: str) -> dict[str, PreTokenizer]:
+    return dict.fromkeys(names, row)
 
+
+# Which names share a pattern: llama.cpp, src/llama-vocab.cpp. The patterns are those of the models' own tokenizers.
 PRE_TOKENIZERS = {
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
-    "llama-bpe": _LLAMA3_ROW,
-    "llama3": _LLAMA3_ROW,
-    "qwen2": PreTokenizer((_QWEN2,), nfc=True),
+    **_rows(PreTokenizer((_GPT2,)), "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"),
+    **_rows(
+        PreTokenizer((r"\p{N}", _GPT2)),
+        *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+    ),
+    **_rows(PreTokenizer((_LLAMA3,), whole_words=True, add_bos=True), "llama-bpe", "llama3", "llama-v3", "falcon3"),
+    **_rows(PreTokenizer((_LLAMA3,)), "dbrx", "smaug-bpe"),
+    **_rows(PreTokenizer((_QWEN2,), nfc=True), "qwen2"),
+    **_rows(PreTokenizer((_QWEN2,)), "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"),
+    **_rows(PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True), "tekken"),
+    # What llama.cpp does with files of converters that did not know the model; not what any model was trained with.
+    **_rows(PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
 }
 
 
@@ -78,24 +95,31 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         CheckpointError: The metadata is incomplete or contradicts itself.
     """
     kind = file.metadata.get("tokenizer.ggml.model")
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(f"{file.path}: a tokenizer of the kind {kind!r}; gpt2 and llama can be read")
     vocabulary = _vocabulary(file)
     if kind == "gpt2":
         tokenizer, add_bos = _byte_level(file, vocabulary)
-    elif kind == "llama":
-        tokenizer, add_bos = _sentence_piece(file, vocabulary), True
     else:
-        raise UnsupportedModelError(f"{file.path}: a tokenizer of the kind {kind!r}; gpt2 and llama can be read")
+        tokenizer, add_bos = _sentence_piece(file, vocabulary), True
     _add_special(tokenizer, vocabulary)
     names = {
         name: vocabulary.texts[number]
         for name in ("bos", "eos", "unknown", "padding")
         if (number := token_id(file.metadata, name, len(vocabulary.texts), file.path)) is not None
     }
-    before = file.metadata.get("tokenizer.ggml.add_bos_token", add_bos) and "bos" in names
-    after = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in names
+    before = _flag(file, "add_bos_token", add_bos) and "bos" in names
+    after = _flag(file, "add_eos_token", False) and "eos" in names
     _add_template(tokenizer, names["bos"] if before else None, names["eos"] if after else None)
     template = file.metadata.get("tokenizer.chat_template")
     return Tokenizer(tokenizer.to_str(), _config(file.metadata, names), template if isinstance(template, str) else None)
+
+
+def _flag(file: GgufFile, key: str, default: bool) -> bool:
+    value = file.metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} is {value!r} where true or false belongs")
+    return value
 
 
 def _config(metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -111,13 +135,20 @@ def _vocabulary(file: GgufFile) -> _Vocabulary:
     texts = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{file.path} holds no vocabulary (tokenizer.ggml.tokens); convert the model again")
-    types = file.metadata.get("tokenizer.ggml.token_type")
-    types = [1] * len(texts) if types is None else [int(kind) for kind in types]
+    types = _numbers(file, "token_type") or [1] * len(texts)
     if len(types) != len(texts):
         raise CheckpointError(f"{file.path} lists {len(texts):,} tokens but {len(types):,} token types")
     if len(set(texts)) != len(texts):
         raise CheckpointError(f"{file.path} lists a token twice; convert the model again")
     return _Vocabulary(texts, types, file.path)
+
+
+def _numbers(file: GgufFile, key: str) -> list[Any]:
+    """A list of numbers; empty if it is not there."""
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and not isinstance(value, np.ndarray):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} must be a list of numbers")
+    return [] if value is None else list(value.tolist())
 
 
 def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
@@ -126,12 +157,15 @@ def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tuple[tokenizers.Tok
     from tokenizers import Tokenizer as Built
 
     name = file.metadata.get("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(f"{file.path}: unknown tokenizer.ggml.pre {name!r}; known are {known}")
-    row = PRE_TOKENIZERS[str(name)]
+    row = PRE_TOKENIZERS[name]
     ids = vocabulary.ids
-    merges = [_merge(line, ids, file.path) for line in file.metadata.get("tokenizer.ggml.merges", ())]
+    lines = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(lines, list):
+        raise CheckpointError(f"{file.path} holds no merges (tokenizer.ggml.merges); convert the model again")
+    merges = [_merge(line, ids, file.path) for line in lines]
     tokenizer = Built(models.BPE(vocab=ids, merges=merges, ignore_merges=row.whole_words))
     if row.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -173,7 +207,7 @@ def _sentence_piece(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Token
     )
     spaces = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if _flag(file, "add_space_prefix", True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -188,8 +222,8 @@ def _merges_by_score(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str,
     SentencePiece joins the neighbours whose joint token has the best score; a merge list in order of score does the
     same. Control, unknown, unused and byte tokens are never made of text, so they are left out.
     """
-    scores = file.metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(vocabulary.texts):
+    scores = _numbers(file, "scores")
+    if len(scores) != len(vocabulary.texts):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.scores must hold one number for each token")
     plain = {
         text: number
@@ -210,11 +244,13 @@ def _add_special(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> No
     """Tokens that are found in the text before it is cut: control tokens (special) and user-defined ones."""
     from tokenizers import AddedToken
 
+    by_kind: dict[int, list[str]] = {}
     for text, kind in zip(vocabulary.texts, vocabulary.types, strict=True):
-        if kind in (_UNKNOWN, _CONTROL):
-            tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(text, normalized=False, special=False)])
+        by_kind.setdefault(kind, []).append(text)
+    special = by_kind.get(_CONTROL, []) + by_kind.get(_UNKNOWN, [])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    plain = by_kind.get(_USER_DEFINED, [])
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in plain])
 
 
 def _add_template(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:

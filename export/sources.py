@@ -52,7 +52,12 @@ def resolve(
         raise UsageError(f"unknown model {model!r}; known names: {_known()}; or give a folder, a GGUF file or a hub id")
     if revision is not None:
         raise UsageError(f"a revision goes with a hub id such as organisation/name, not with {model}")
-    return read(model, offline, progress)
+    if progress:
+        progress("resolve", 0, 1)
+    checkpoint = read(model, offline, progress)
+    if progress:
+        progress("resolve", 1, 1)
+    return checkpoint
 
 
 def _known() -> str:
