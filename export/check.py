@@ -9,19 +9,17 @@ weights are the checkpoint's is for torch_check.py to say.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from specedge.export.tolerances import DRAFT_MAX_KL, TOLERANCES
 from specedge.runtime.bundle import GraphSpec
-from specedge.runtime.contracts import Draft, Floats, GraphNames
+from specedge.runtime.contracts import Draft, Floats, Target
 from specedge.runtime.errors import ParityError
-
-if TYPE_CHECKING:
-    from specedge.runtime.graph import Decoder
 
 __all__ = ["agreement", "check_draft", "check_growing", "check_prompts", "check_target", "compare"]
 
@@ -35,6 +33,12 @@ _TEXTS = (
 _SHORTEST, _LONGEST = 12, 28
 _NODES = 12
 _ROWS = 64
+
+
+class _Graph(Target, Protocol):
+    """A target that can be closed."""
+
+    def close(self) -> None: ...
 
 
 def check_prompts(tokenizer: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
@@ -77,18 +81,10 @@ def check_target(
 
     tolerance = TOLERANCES[spec.precision].graph
     report: dict[str, Any] = {"tolerance": tolerance}
-    decoder = Decoder(folder / spec.file, spec, capacity=min(spec.capacity, _ROWS))
-    try:
-        logits = [_chain(decoder, prompt) for prompt in prompts]
-        report["pieces"] = max(
-            compare("running a prompt in pieces", _pieces(decoder, prompt), rows, tolerance)
-            for prompt, rows in zip(prompts, logits, strict=True)
-        )
-        report["tree"] = _check_tree(decoder, prompts[0], spec.vocab_size, tolerance)
-    finally:
-        decoder.close()
-        del decoder
-        gc.collect()
+    with _opened(Decoder(folder / spec.file, spec, capacity=min(spec.capacity, _ROWS))) as graph:
+        logits = [_chain(graph, prompt) for prompt in prompts]
+        report["pieces"] = _check_pieces(graph, prompts, logits, tolerance)
+        report["tree"] = _check_tree(graph, prompts[0], spec.vocab_size, tolerance)
     report["standard"] = _check_standard(folder / standard, spec, prompts, logits, tolerance)
     return {"status": "passed", **report}, logits
 
@@ -98,13 +94,12 @@ def check_growing(folder: Path, spec: GraphSpec, prompts: Sequence[Tokens]) -> t
 
     Returns and raises as `check_target`.
     """
-    graph = _Standard(folder / spec.file, spec)
-    logits = [graph.run(prompt) for prompt in prompts]
+    from specedge.runtime.growing import GrowingDecoder
+
     tolerance = TOLERANCES[spec.precision].graph
-    worst = max(
-        compare("running a prompt in pieces", graph.run_pieces(prompt), rows, tolerance)
-        for prompt, rows in zip(prompts, logits, strict=True)
-    )
+    with _opened(GrowingDecoder(folder / spec.file, spec)) as graph:
+        logits = [_chain(graph, prompt) for prompt in prompts]
+        worst = _check_pieces(graph, prompts, logits, tolerance)
     return {"status": "passed", "tolerance": tolerance, "pieces": worst}, logits
 
 
@@ -118,13 +113,8 @@ def check_draft(
     """
     from specedge.runtime.graph import Decoder
 
-    decoder = Decoder(folder / spec.file, spec, capacity=min(spec.capacity, _ROWS))
-    try:
-        drafted = [_chain(decoder, prompt) for prompt in prompts]
-    finally:
-        decoder.close()
-        del decoder
-        gc.collect()
+    with _opened(Decoder(folder / spec.file, spec, capacity=min(spec.capacity, _ROWS))) as graph:
+        drafted = [_chain(graph, prompt) for prompt in prompts]
     report = agreement(logits, drafted, f"draft {name}")
     if report["kl"] > DRAFT_MAX_KL:
         raise ParityError(
@@ -178,53 +168,60 @@ def compare(what: str, rows: Floats, reference: Floats, tolerance: float) -> flo
     return float(f"{worst:.3g}")
 
 
-def _chain(decoder: Decoder, tokens: Tokens) -> Floats:
+def _chain(graph: _Graph, tokens: Tokens) -> Floats:
     """Logits of every token in one pass, [tokens, vocab]."""
-    decoder.rewind(0)
-    return decoder.forward(tokens[:1], Draft.chain(tokens[1:])).logits.copy()
+    graph.rewind(0)
+    return graph.forward(tokens[:1], Draft.chain(tokens[1:])).logits.copy()
 
 
-def _last(decoder: Decoder, tokens: Tokens) -> Floats:
+def _last(graph: _Graph, tokens: Tokens) -> Floats:
     """Logits after the last of tokens that are committed behind what the cache holds, [1, vocab]."""
-    return decoder.forward(tokens).logits[:1].copy()
+    return graph.forward(tokens).logits[:1].copy()
 
 
-def _pieces(decoder: Decoder, tokens: Tokens) -> Floats:
+def _check_pieces(graph: _Graph, prompts: Sequence[Tokens], logits: Sequence[Floats], tolerance: float) -> float:
+    return max(
+        compare("running a prompt in pieces", _pieces(graph, prompt), rows, tolerance)
+        for prompt, rows in zip(prompts, logits, strict=True)
+    )
+
+
+def _pieces(graph: _Graph, tokens: Tokens) -> Floats:
     """Logits of every token when the prompt comes in pieces of 5, 1, 2, 5, 1, 2 … rows."""
-    decoder.rewind(0)
+    graph.rewind(0)
     rows, start, turn = [], 0, 0
     while start < len(tokens):
         size = (5, 1, 2)[turn % 3]
         piece = tokens[start : start + size]
-        rows.append(decoder.forward(piece[:1], Draft.chain(piece[1:])).logits.copy())
-        decoder.commit(range(len(piece) - 1))
+        rows.append(graph.forward(piece[:1], Draft.chain(piece[1:])).logits.copy())
+        graph.commit(range(len(piece) - 1))
         start, turn = start + size, turn + 1
     return np.concatenate(rows)
 
 
-def _check_tree(decoder: Decoder, prompt: Tokens, vocab_size: int, tolerance: float) -> float:
+def _check_tree(graph: _Graph, prompt: Tokens, vocab_size: int, tolerance: float) -> float:
     """Every node of a random tree against the chain of its own path, and a commit against a fresh run."""
     random = np.random.default_rng(1)
     tree = Draft(
         tuple(int(token) for token in random.integers(vocab_size, size=_NODES)),
         tuple(int(random.integers(-1, node)) for node in range(_NODES)),
     )
-    decoder.rewind(0)
-    rows = decoder.forward(prompt, tree).logits.copy()
+    graph.rewind(0)
+    rows = graph.forward(prompt, tree).logits.copy()
     worst = 0.0
     deepest: list[int] = []
     for node in range(_NODES):
         path = _path(tree, node)
         deepest = max(deepest, path, key=len)
-        decoder.rewind(0)
-        chain = decoder.forward(prompt, Draft.chain([tree.tokens[step] for step in path])).logits
+        graph.rewind(0)
+        chain = graph.forward(prompt, Draft.chain([tree.tokens[step] for step in path])).logits
         worst = max(worst, compare("a token tree", rows[node + 1][None], chain[len(path)][None], tolerance))
-    decoder.rewind(0)
-    decoder.forward(prompt, tree)
-    decoder.commit(deepest)
-    after = _last(decoder, prompt[:1])
-    decoder.rewind(0)
-    fresh = _last(decoder, [*prompt, *(tree.tokens[step] for step in deepest), prompt[0]])
+    graph.rewind(0)
+    graph.forward(prompt, tree)
+    graph.commit(deepest)
+    after = _last(graph, prompt[:1])
+    graph.rewind(0)
+    fresh = _last(graph, [*prompt, *(tree.tokens[step] for step in deepest), prompt[0]])
     return max(worst, compare("committing a path of a tree", after, fresh, tolerance))
 
 
@@ -239,57 +236,24 @@ def _path(tree: Draft, node: int) -> list[int]:
 def _check_standard(
     path: Path, spec: GraphSpec, prompts: Sequence[Tokens], logits: Sequence[Floats], tolerance: float
 ) -> float:
-    graph = _Standard(path, spec)
-    worst = [
-        compare("the standard graph", rows, reference, tolerance)
-        for prompt, reference in zip(prompts, logits, strict=True)
-        for rows in (graph.run(prompt), graph.run_pieces(prompt))
-    ]
-    del graph
-    gc.collect()
-    return max(worst)
+    from specedge.runtime.growing import GrowingDecoder
+
+    with _opened(GrowingDecoder(path, spec)) as graph:
+        return max(
+            compare("the standard graph", rows, reference, tolerance)
+            for prompt, reference in zip(prompts, logits, strict=True)
+            for rows in (_chain(graph, prompt), _pieces(graph, prompt))
+        )
 
 
-class _Standard:
-    """A graph with the standard inputs and a growing cache, run without IOBinding."""
-
-    def __init__(self, path: Path, spec: GraphSpec) -> None:
-        import onnxruntime as ort
-
-        self._session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-        self._inputs = {item.name for item in self._session.get_inputs()}
-        self._outputs = [item.name for item in self._session.get_outputs()]
-        shape = (1, spec.kv_heads, 0, spec.head_dim)
-        empty = np.zeros(shape, np.dtype(spec.cache_dtype))
-        kinds = [(layer, kind) for layer in range(spec.layers) for kind in ("key", "value")]
-        self._empty = {GraphNames.past(layer, kind): empty for layer, kind in kinds}
-        self._next = {GraphNames.present(layer, kind): GraphNames.past(layer, kind) for layer, kind in kinds}
-
-    def run(self, tokens: Tokens) -> Floats:
-        """Logits of every token in one pass, [tokens, vocab]."""
-        return self._step(tokens, 0, self._empty)[0]
-
-    def run_pieces(self, tokens: Tokens) -> Floats:
-        """The same in two pieces and one token more."""
-        cuts = (0, len(tokens) // 2, len(tokens) - 1, len(tokens))
-        rows, past = [], self._empty
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            logits, past = self._step(tokens[start:stop], start, past)
-            rows.append(logits)
-        return np.concatenate(rows)
-
-    def _step(self, tokens: Tokens, start: int, past: Mapping[str, Any]) -> tuple[Floats, dict[str, Any]]:
-        stop = start + len(tokens)
-        feeds = {
-            GraphNames.INPUT_IDS: np.array([tokens], np.int64),
-            GraphNames.ATTENTION_MASK: np.ones((1, stop), np.int64),
-            GraphNames.POSITION_IDS: np.arange(start, stop)[None],
-            **past,
-        }
-        feeds = {name: array for name, array in feeds.items() if name in self._inputs}
-        found = dict(zip(self._outputs, self._session.run(None, feeds), strict=True))
-        logits = found[GraphNames.LOGITS][0].astype(np.float32)
-        return logits, {target: found[name] for name, target in self._next.items()}
+@contextmanager
+def _opened(graph: _Graph) -> Iterator[_Graph]:
+    """Frees a graph's memory at the end, before the next is opened."""
+    try:
+        yield graph
+    finally:
+        graph.close()
+        gc.collect()
 
 
 def _log_softmax(logits: Floats) -> Floats:

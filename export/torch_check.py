@@ -23,7 +23,7 @@ from specedge.export.tolerances import TOLERANCES
 from specedge.runtime.contracts import Floats
 from specedge.runtime.errors import ExportError, ParityError
 
-__all__ = ["check_pytorch", "main"]
+__all__ = ["check_pytorch", "main", "missing_package"]
 
 _TIMEOUT_SECONDS = 3600
 
@@ -47,7 +47,7 @@ def check_pytorch(
         ParityError: The logits differ by more than the precision's tolerance.
         ExportError: The check was killed, for want of memory most likely.
     """
-    missing = _missing(path)
+    missing = missing_package(path)
     if missing:
         return {"status": "skipped", "reason": f"{missing} not installed"}
     with tempfile.TemporaryDirectory(prefix="specedge-") as scratch:
@@ -82,8 +82,8 @@ def _judge(
     return report
 
 
-def _missing(path: Path) -> str | None:
-    """Name of the first package that is needed and not there."""
+def missing_package(path: Path) -> str | None:
+    """Name of the first package that checking this folder or GGUF file needs and that is not installed."""
     names = ["torch", "transformers", *(("accelerate", "gguf") if path.is_file() else ())]
     return next((name for name in names if importlib.util.find_spec(name) is None), None)
 

@@ -113,7 +113,7 @@ def _storage_errors(output: Path) -> Iterator[None]:
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "no permission to write there; choose another folder"
         else:
-            hint = f"{error.strerror or error}; nothing was left behind"
+            hint = f"{error.strerror or error}; choose another folder"
         raise StorageError(f"{output}: {hint}") from error
 
 

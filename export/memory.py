@@ -1,0 +1,77 @@
+"""How much disk and memory an export takes, estimated before it begins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from specedge.export.checkpoint import Tensors
+from specedge.quant.formats import Format
+
+__all__ = ["Estimate", "count_parameters", "estimate", "stored_bytes"]
+
+_BASE = 220 << 20  # Python, numpy, onnx and ONNX Runtime
+_TORCH = 480 << 20  # the same with PyTorch and transformers
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an export takes, in bytes.
+
+    Attributes:
+        disk: Size of the bundle.
+        memory: Peak resident memory of the largest process.
+        target: Size of the target's weights, part of `disk`.
+        drafts: Size of all drafts' weights, part of `disk`.
+    """
+
+    disk: int
+    memory: int
+    target: int
+    drafts: int
+
+
+def count_parameters(tensors: Tensors, tied_head: str | None = None) -> tuple[int, int]:
+    """Number of weights in all, and in the largest tensor.
+
+    Args:
+        tensors: The checkpoint's.
+        tied_head: Name of a tensor that repeats the embedding; not counted.
+    """
+    sizes = [math.prod(tensors.shape(name)) for name in tensors if name != tied_head]
+    return sum(sizes), max(sizes, default=0)
+
+
+def stored_bytes(parameters: int, form: Format) -> int:
+    """Bytes that weights take in a number format, scales and zero points included."""
+    size = parameters * form.bits / 8
+    if form.kind == "blocks":
+        scale = 4 if form.dtype == "float32" else 2
+        zero = 0.0 if form.symmetric else form.bits / 8
+        size += parameters / form.block_size * (scale + zero)
+    return math.ceil(size * 1.01)
+
+
+def estimate(
+    parameters: int, largest: int, target: Format, drafts: list[Format], *, check: bool, torch: bool
+) -> Estimate:
+    """Estimates disk and peak memory.
+
+    Writing holds one tensor in fp32 and what it becomes; checking holds a graph's weights
+    as mapped and as ONNX Runtime packs them; PyTorch holds them once in fp32, and the embedding
+    again while it is read.
+
+    Args:
+        parameters, largest: From `count_parameters`.
+        target, drafts: Number formats.
+        check: Whether the graphs will be run.
+        torch: Whether PyTorch will be run.
+    """
+    stored = stored_bytes(parameters, target)
+    drafted = [stored_bytes(parameters, form) for form in drafts]
+    peaks = [_BASE + 3 * 4 * largest]
+    if check:
+        peaks.append(_BASE + 2 * max([stored, *drafted]))
+    if check and torch:
+        peaks.append(_TORCH + 4 * (parameters + 2 * largest))
+    return Estimate(stored + sum(drafted) + (16 << 20), max(peaks), stored, sum(drafted))

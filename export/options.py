@@ -1,0 +1,77 @@
+"""What a caller may ask of an export, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from specedge.quant.formats import default_precision, find_format
+from specedge.runtime.errors import UsageError
+
+__all__ = ["DRAFTS", "PHASES", "ExportOptions", "Progress"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with the phase, and how much of it is done of how much in all (bytes, or steps where nothing is written)."""
+
+PHASES = (
+    "resolve",
+    "write target",
+    "write drafts",
+    "interop files",
+    "self-check",
+    "parity check",
+    "finish",
+)
+
+DRAFTS: Mapping[str, str] = {"self-int4": "int4", "self-int8": "int8"}
+"""Precision of each draft; all are the target itself in fewer bits."""
+
+_SMALLEST_CAPACITY = 64
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export.
+
+    Attributes:
+        precision: "fp32", "fp16", "int8" or "int4"; None: fp32 on a CPU, fp16 on CUDA.
+        device: "cpu" or "cuda".
+        drafts: Draft models to put in: "self-int4", "self-int8"; ("none",) for none.
+        capacity: Rows of the cache; None: the model's own context up to 4096, since a cache is
+            allocated whole, and most models' full context would take more memory than their weights.
+        verify: Check the graphs against themselves and, where it is installed, PyTorch.
+        revision: Revision of a hub id.
+        offline: Fetch nothing.
+        force: Replace a bundle of this name.
+    """
+
+    precision: str | None = None
+    device: str = "cpu"
+    drafts: tuple[str, ...] = ("self-int4",)
+    capacity: int | None = None
+    verify: bool = True
+    revision: str | None = None
+    offline: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        find_format(self.target_precision, self.device)
+        choices = (*DRAFTS, "none")
+        for name in self.drafts:
+            if name not in choices:
+                raise UsageError(f"draft is {name!r}: choose one of {', '.join(choices)}")
+        if "none" in self.drafts and len(set(self.drafts)) > 1:
+            raise UsageError("draft none excludes other drafts: leave one out")
+        capacity = self.capacity
+        if capacity is not None and (isinstance(capacity, bool) or not _SMALLEST_CAPACITY <= capacity < 1 << 31):
+            raise UsageError(f"capacity is {capacity!r}: give a number from {_SMALLEST_CAPACITY} up")
+
+    @property
+    def target_precision(self) -> str:
+        return self.precision if self.precision is not None else default_precision(self.device)
+
+    @property
+    def draft_names(self) -> tuple[str, ...]:
+        """Drafts to write, each once; one in the target's own precision would save nothing."""
+        names = dict.fromkeys(name for name in self.drafts if name != "none")
+        return tuple(name for name in names if DRAFTS[name] != self.target_precision)
