@@ -6,18 +6,35 @@ token verified in a wide pass is the token that plain decoding gives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.nodes import GraphBuilder
+from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.weights import WeightFile
+from specedge.quant.blocks import quantise_blocks
+from specedge.quant.columns import quantise_columns
 from specedge.quant.formats import Format
 
-__all__ = ["DenseLinear", "Linear", "linear_for"]
+__all__ = [
+    "BlockLinear",
+    "ColumnLinear",
+    "DenseLinear",
+    "Linear",
+    "block_parameters",
+    "linear_for",
+    "multiply_blocks",
+    "multiply_columns",
+    "store_blocks",
+    "store_columns",
+]
 
 Matrix = NDArray[np.float32]
+
+_MIDDLE = 128  # x86 multiplies uint8 by int8
+_TINIEST = 1e-10  # a row of zeros has a scale too
 
 
 class Linear(Protocol):
@@ -41,7 +58,7 @@ class Linear(Protocol):
 
 def linear_for(form: Format) -> Linear:
     """The way a number format stores and applies linear layers."""
-    return DenseLinear(form)
+    return _KINDS[form.kind](form)
 
 
 class DenseLinear:
@@ -56,6 +73,102 @@ class DenseLinear:
 
     def apply(self, graph: GraphBuilder, x: str, name: str) -> str:
         return _add_bias(graph, graph.op("MatMul", x, graph.weight(f"{name}.weight")), name)
+
+
+class BlockLinear:
+    """Integers in blocks: MatMulNBits, which rounds activations to int8 by blocks of their own row."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+
+    def store(self, weights: WeightFile, name: str, matrix: Matrix, bias: Matrix | None = None) -> None:
+        store_blocks(weights, f"{name}.weight", matrix, self._form)
+        _store_bias(weights, name, bias, self._form)
+
+    def apply(self, graph: GraphBuilder, x: str, name: str) -> str:
+        return _add_bias(graph, multiply_blocks(graph, x, f"{name}.weight", self._form), name)
+
+
+class ColumnLinear:
+    """int8 with a scale for each output, times activations rounded to int8 with a scale for each row."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+
+    def store(self, weights: WeightFile, name: str, matrix: Matrix, bias: Matrix | None = None) -> None:
+        store_columns(weights, f"{name}.weight", matrix)
+        _store_bias(weights, name, bias, self._form)
+
+    def apply(self, graph: GraphBuilder, x: str, name: str) -> str:
+        return _add_bias(graph, multiply_columns(graph, x, f"{name}.weight"), name)
+
+
+_KINDS: dict[str, Callable[[Format], Linear]] = {
+    "dense": DenseLinear,
+    "blocks": BlockLinear,
+    "columns": ColumnLinear,
+}
+
+
+def store_blocks(weights: WeightFile, name: str, matrix: Matrix, form: Format) -> None:
+    """Appends a weight [out, in] in blocks: name, name.scales and, if asymmetric, name.zero_points."""
+    blocks = quantise_blocks(
+        matrix, bits=form.bits, block_size=form.block_size, symmetric=form.symmetric, scale_dtype=form.dtype
+    )
+    weights.add(name, blocks.values)
+    weights.add(f"{name}.scales", blocks.scales)
+    if blocks.zero_points is not None:
+        weights.add(f"{name}.zero_points", blocks.zero_points)
+
+
+def block_parameters(graph: GraphBuilder, name: str) -> tuple[str, ...]:
+    """Names of a stored weight's scales and, if asymmetric, zero points."""
+    parameters = (f"{name}.scales", f"{name}.zero_points")
+    return tuple(graph.weight(parameter) for parameter in parameters if parameter in graph.weights)
+
+
+def multiply_blocks(graph: GraphBuilder, x: str, name: str, form: Format) -> str:
+    """x, [..., in], times a weight that `store_blocks` wrote."""
+    outputs, count, _ = graph.weights.tensor(name).dims
+    return graph.op(
+        "MatMulNBits",
+        x,
+        graph.weight(name),
+        *block_parameters(graph, name),
+        domain=MICROSOFT,
+        K=count * form.block_size,
+        N=outputs,
+        bits=form.bits,
+        block_size=form.block_size,
+        accuracy_level=4,
+    )
+
+
+def store_columns(weights: WeightFile, name: str, matrix: Matrix) -> None:
+    """Appends a weight [out, in] as int8 [in, out], name, and its scales [out], name.scales."""
+    columns = quantise_columns(matrix)
+    weights.add(name, columns.values.T)
+    weights.add(f"{name}.scales", columns.scales)
+
+
+def multiply_columns(graph: GraphBuilder, x: str, name: str) -> str:
+    """x, [..., in], times a weight that `store_columns` wrote; products of the same x share its rounding."""
+    rows, scale = _round_rows(graph, x)
+    one, middle = graph.number(1.0), graph.number(_MIDDLE, "uint8")
+    weight, scales = graph.weight(name), graph.weight(f"{name}.scales")
+    product = graph.op("MatMulIntegerToFloat", rows, weight, one, scales, middle, domain=MICROSOFT)
+    return graph.op("Mul", product, scale)
+
+
+def _round_rows(graph: GraphBuilder, x: str) -> tuple[str, str]:
+    """Rounds x to uint8 around 128 with a scale for each row; returns both names.
+
+    One scale for all rows (DynamicQuantizeMatMul) would make a row depend on its neighbours.
+    """
+    largest = graph.shared("ReduceMax", graph.shared("Abs", x), graph.integers(-1), keepdims=1)
+    scale = graph.shared("Max", graph.shared("Mul", largest, graph.number(1 / 127)), graph.number(_TINIEST))
+    units = graph.shared("Div", x, scale)
+    return graph.shared("QuantizeLinear", units, graph.number(1.0), graph.number(_MIDDLE, "uint8")), scale
 
 
 def _store_bias(weights: WeightFile, name: str, bias: NDArray[Any] | None, form: Format) -> None:

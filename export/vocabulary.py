@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.nodes import GraphBuilder
+from specedge.export.linear import block_parameters, multiply_blocks, multiply_columns, store_blocks, store_columns
+from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.weights import WeightFile
 from specedge.quant.formats import Format
 
-__all__ = ["DenseVocabulary", "Vocabulary", "vocabulary_for"]
+__all__ = ["BlockVocabulary", "ColumnVocabulary", "DenseVocabulary", "Vocabulary", "vocabulary_for"]
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
@@ -37,7 +40,7 @@ class Vocabulary(Protocol):
 
 def vocabulary_for(form: Format) -> Vocabulary:
     """The way a number format stores both ends."""
-    return DenseVocabulary(form)
+    return _KINDS[form.kind](form)
 
 
 class DenseVocabulary:
@@ -55,5 +58,72 @@ class DenseVocabulary:
         return graph.op("Gather", graph.weight(f"{EMBEDDING}.weight"), ids, axis=0)
 
     def logits(self, graph: GraphBuilder, rows: str) -> str:
-        head = f"{HEAD}.weight" if f"{HEAD}.weight" in graph.weights else f"{EMBEDDING}.weight"
-        return graph.op("Gemm", rows, graph.weight(head), transB=1)
+        return graph.op("Gemm", rows, graph.weight(_head(graph)), transB=1)
+
+
+class BlockVocabulary:
+    """Integers in blocks: GatherBlockQuantized reads the same bytes as MatMulNBits, under a flat shape."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = replace(form, bits=form.head_bits or form.bits)
+
+    def store(self, weights: WeightFile, embedding: Matrix, head: Matrix | None) -> None:
+        for name, matrix in ((EMBEDDING, embedding), (HEAD, head)):
+            if matrix is not None:
+                store_blocks(weights, f"{name}.weight", matrix, self._form)
+        table = f"{EMBEDDING}.weight"
+        rows, count, packed = weights.tensor(table).dims
+        weights.alias(f"{EMBEDDING}.table", table, (rows, count * packed))
+
+    def embed(self, graph: GraphBuilder, ids: str) -> str:
+        scales, *zeros = block_parameters(graph, f"{EMBEDDING}.weight")
+        return graph.op(
+            "GatherBlockQuantized",
+            graph.weight(f"{EMBEDDING}.table"),
+            ids,
+            scales,
+            *zeros,
+            domain=MICROSOFT,
+            gather_axis=0,
+            quantize_axis=1,
+            block_size=self._form.block_size,
+            bits=self._form.bits,
+        )
+
+    def logits(self, graph: GraphBuilder, rows: str) -> str:
+        return multiply_blocks(graph, rows, _head(graph), self._form)
+
+
+class ColumnVocabulary:
+    """int8 [hidden, vocab] with a scale for each token; the embedding takes columns of it."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+
+    def store(self, weights: WeightFile, embedding: Matrix, head: Matrix | None) -> None:
+        for name, matrix in ((EMBEDDING, embedding), (HEAD, head)):
+            if matrix is not None:
+                store_columns(weights, f"{name}.weight", matrix)
+
+    def embed(self, graph: GraphBuilder, ids: str) -> str:
+        table = f"{EMBEDDING}.weight"
+        columns = graph.op("Gather", graph.weight(table), ids, axis=1)  # [hidden, B, S]
+        values = graph.cast(graph.op("Transpose", columns, perm=(1, 2, 0)), self._form.dtype)
+        scales = graph.op("Gather", graph.weight(f"{table}.scales"), ids, axis=0)
+        return graph.op("Mul", values, graph.op("Unsqueeze", scales, graph.integers(-1)))
+
+    def logits(self, graph: GraphBuilder, rows: str) -> str:
+        return multiply_columns(graph, rows, _head(graph))
+
+
+_KINDS: dict[str, Callable[[Format], Vocabulary]] = {
+    "dense": DenseVocabulary,
+    "blocks": BlockVocabulary,
+    "columns": ColumnVocabulary,
+}
+
+
+def _head(graph: GraphBuilder) -> str:
+    """The head's weight; the embedding's where they are tied."""
+    head = f"{HEAD}.weight"
+    return head if head in graph.weights else f"{EMBEDDING}.weight"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,14 @@ class WeightFile:
         written, self.size = start + data.nbytes - self.size, start + data.nbytes
         if self._on_tensor is not None:
             self._on_tensor(written)
+
+    def alias(self, name: str, source: str, shape: Sequence[int]) -> None:
+        """Gives a stored tensor's bytes a second name and shape, as operators that share it may ask for."""
+        tensor = type(self._tensors[source])()
+        tensor.CopyFrom(self._tensors[source])
+        tensor.name = name
+        tensor.dims[:] = shape
+        self._tensors[name] = tensor
 
     def tensor(self, name: str) -> TensorProto:
         """The initialiser that stands for a tensor of this file, for any graph in the same folder."""
