@@ -97,8 +97,9 @@ class Engine:
             PromptError: The prompt is empty, longer than the context, or outside the vocabulary.
             UsageError: An option is out of range, or the bundle lacks the method.
         """
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        return self.start(ids, options or Options(), overrides)
+        if isinstance(prompt, str):
+            return self.start(self.text.encode(prompt), options or Options(), overrides, continues=True)
+        return self.start([int(token) for token in prompt], options or Options(), overrides)
 
     def start(
         self,
@@ -106,8 +107,10 @@ class Engine:
         options: Options,
         overrides: dict[str, Any],
         on_finish: Callable[[Finish], None] | None = None,
+        *,
+        continues: bool = False,
     ) -> Generation:
-        """`generate` for token ids, with a call when the reply has ended."""
+        """`generate` for token ids; `on_finish` is called when the reply has ended."""
         started = perf_counter()
         chosen = _with(options, overrides)
         method = self.resolve_method(chosen.method)
@@ -123,6 +126,7 @@ class Engine:
             chosen,
             eos=self.manifest.eos_token_ids,
             started=started,
+            continues=continues,
             on_finish=on_finish,
         )
         return self._running

@@ -26,6 +26,8 @@ __all__ = ["Generation"]
 class Generation:
     """A reply in the making. Iterate for its events: `Token`s, then one `Finish`.
 
+    With `continues` the reply's text goes on where the prompt's ends (a prompt without chat markup).
+
     `close()` (or leaving a `with` block, or an interrupt) ends it early. What was seen stays:
     exactly the tokens that were taken from the iterator are committed.
 
@@ -44,6 +46,7 @@ class Generation:
         *,
         eos: Collection[int],
         started: float,
+        continues: bool = False,
         on_finish: Callable[[Finish], None] | None = None,
     ) -> None:
         self.options = options
@@ -54,7 +57,7 @@ class Generation:
         self._on_finish = on_finish
         self._started = started
         self._cached = session.begin(prompt)
-        self._reply = Reply(text, options.stop)
+        self._reply = Reply(text, options.stop, after=self._prompt if continues else ())
         room = session.target.capacity - len(prompt)
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         self._stop = StopRule(eos, limit, self._reply.push)
