@@ -258,7 +258,7 @@ def _load_average() -> float | None:
 
 def _versions() -> dict[str, str]:
     import numpy
-    import onnxruntime  # type: ignore[import-untyped]
+    import onnxruntime
 
     return {
         "specedge": specedge.__version__,

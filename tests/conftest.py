@@ -58,9 +58,9 @@ def rng() -> np.random.Generator:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Path:
     """A folder with a small random Llama, as Hugging Face lays it out."""
-    from specedge.tests.tiny import write_folder
+    from specedge.tests.tiny import write_tiny_checkpoint
 
-    return write_folder(tmp_path_factory.mktemp("tiny") / "checkpoint")
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
 @pytest.fixture(scope="session")
