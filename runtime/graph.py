@@ -106,7 +106,9 @@ class Decoder:
     def _pass(self, pending: Sequence[int], draft: Draft) -> Rows:
         start, committed, nodes = self._cache.length, len(pending), len(draft.tokens)
         used = committed + nodes
-        width = next((w for w in _WIDTHS if w >= used and start + w <= self.capacity), used)
+        # A pass as wide as the cache is a first prompt to GroupQueryAttention, which then reads one position only.
+        room = min(self.capacity - start, self.capacity - 1)
+        width = next((w for w in _WIDTHS if used <= w <= room), used)
         binding = self._binding(width, 1 + nodes)
         binding.fill_tokens(pending, draft, start)
         binding.fill_mask(start, committed, draft)
