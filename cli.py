@@ -1,0 +1,285 @@
+"""The commands: each parses, makes one call into the library, and prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from specedge import __version__
+from specedge.runtime.errors import MissingExtraError, PromptError, SpecEdgeError, UsageError
+from specedge.runtime.options import ACCEPT_MODES, DEFAULT_DRAFT_LENGTH, Options
+
+if TYPE_CHECKING:
+    from specedge.runtime.engine import Engine
+
+__all__ = ["main"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_INTERRUPTED = 130
+_EXPORT_PACKAGES = ("onnx", "onnx_ir", "ml_dtypes", "safetensors", "gguf", "huggingface_hub")
+_DEFAULTS = Options()
+
+
+class _Group(click.Group):
+    """The one place where an error of the library becomes a line on stderr and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from specedge.runtime.terminal import clean_line
+
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            raise click.UsageError(clean_line(error)) from None
+        except SpecEdgeError as error:
+            raise click.ClickException(clean_line(error)) from None
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="specedge")
+def main() -> None:
+    """Exact speculative decoding for language models on edge devices.
+
+    \b
+    specedge export MODEL -o BUNDLE    turn a checkpoint into a bundle
+    specedge chat BUNDLE               talk to it
+    """
+    # What is logged while a reply streams is shown in its notes; a text that the terminal's
+    # encoding lacks must not end the reply.
+    logging.getLogger("specedge").addHandler(logging.NullHandler())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+@main.command()
+@click.argument("model")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
+@click.option("--precision", help="fp32, fp16, int8 or int4. [default: fp32 on a CPU, fp16 on CUDA]")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or tensorrt.")
+@click.option("--draft", "drafts", multiple=True, help="self-int4, self-int8 or none; may be repeated.")
+@click.option("--capacity", type=int, help="Most tokens of prompt and reply together.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Check what the bundle computes.")
+@click.option("--revision", help="Revision of a hub model.")
+@click.option("--offline", is_flag=True, help="Fetch nothing.")
+@click.option("--force", is_flag=True, help="Replace a bundle of this name.")
+def export(model: str, output: Path, **chosen: Any) -> None:
+    """Turn MODEL into a bundle: a folder, a hub id, a GGUF file or a built-in name."""
+    from rich.console import Console
+
+    from specedge.runtime.progress import Phases
+    from specedge.runtime.show import export_summary
+
+    chosen["drafts"] = chosen["drafts"] or ("self-int4",)
+    with Phases() as phases:
+        manifest = _exporting(lambda pipeline: pipeline.export(model, output, pipeline.ExportOptions(**chosen), phases))
+    Console(stderr=True).print(export_summary(manifest))
+    click.echo(f"Done: {output}\nNext:  specedge chat {_quoted(output)}", err=True)
+
+
+def _reply_options(command: _Command) -> _Command:
+    """The options of one reply, under the names of `Options`."""
+    for option in reversed(
+        [
+            click.option("--method", help="none, draft, draft:NAME or ngram. [default: the fastest of the bundle]"),
+            click.option("--accept", type=click.Choice(ACCEPT_MODES), default=_DEFAULTS.accept, show_default=True),
+            click.option("--draft-length", type=int, default=DEFAULT_DRAFT_LENGTH, show_default=True),
+            click.option("--temperature", type=float, default=_DEFAULTS.temperature, help="0 is greedy.  [default: 0]"),
+            click.option("--top-k", type=int, default=_DEFAULTS.top_k, help="0 keeps all.  [default: 0]"),
+            click.option("--top-p", type=float, default=_DEFAULTS.top_p, show_default=True),
+            click.option("--min-p", type=float, default=_DEFAULTS.min_p, show_default=True),
+            click.option("--repetition-penalty", type=float, default=_DEFAULTS.repetition_penalty, show_default=True),
+            click.option("--presence-penalty", type=float, default=_DEFAULTS.presence_penalty, show_default=True),
+            click.option("--frequency-penalty", type=float, default=_DEFAULTS.frequency_penalty, show_default=True),
+            click.option("--no-repeat-ngram", type=int, default=_DEFAULTS.no_repeat_ngram, show_default=True),
+            click.option("--seed", type=int, help="Same seed, same text.  [default: a fresh one]"),
+            click.option("--max-tokens", type=int, default=_DEFAULTS.max_tokens, show_default=True),
+            click.option("--stop", multiple=True, help="Text that ends the reply; may be repeated."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@click.argument("bundle")
+@click.argument("prompt", required=False)
+@_reply_options
+@click.option("--system", help="System message.")
+@click.option("--stats", is_flag=True, help="Print statistics after each reply.")
+@click.option("--show-drafts", is_flag=True, help="Colour each token: accepted draft, correction, bonus.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON event a line.")
+@click.option("--threads", type=click.IntRange(1), help="Threads to compute with.")
+def chat(
+    bundle: str,
+    prompt: str | None,
+    system: str | None,
+    stats: bool,
+    show_drafts: bool,
+    as_json: bool,
+    threads: int | None,
+    **chosen: Any,
+) -> None:
+    """Talk to BUNDLE, a folder or the name of a built-in model.
+
+    With PROMPT, or a prompt on standard input, it answers once.
+    """
+    options = Options(**chosen)
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    if prompt is not None and not prompt.strip():
+        raise PromptError("the prompt is empty: give it some text")
+    if prompt is None and as_json:
+        raise UsageError("--json needs a prompt: give one after the bundle, or on standard input")
+    engine = _open(bundle, threads)
+    try:
+        _converse(engine, prompt, system, options, stats=stats, show_drafts=show_drafts, as_json=as_json)
+    finally:
+        engine.close()
+
+
+def _converse(
+    engine: Engine,
+    prompt: str | None,
+    system: str | None,
+    options: Options,
+    *,
+    stats: bool,
+    show_drafts: bool,
+    as_json: bool,
+) -> None:
+    """One reply, or the conversation at the terminal."""
+    from specedge.runtime.show import LEGEND, JsonPrinter, TextPrinter, interruptible, speak, stats_text
+
+    engine.resolve_method(options.method)
+    conversation = engine.chat(system, options)
+    paint = show_drafts and sys.stdout.isatty() and not as_json
+    if paint:
+        click.echo(LEGEND, err=True)
+    elif show_drafts:
+        click.echo("--show-drafts: standard output is no terminal, so there are no colours", err=True)
+    for note in engine.text.notes:
+        click.echo(f"Note: {note}", err=True)
+    if prompt is None:
+        _talk(engine, conversation, stats=stats, paint=paint)
+        return
+    printer = JsonPrinter(sys.stdout) if as_json else TextPrinter(sys.stdout, paint)
+    with interruptible() as stopped:
+        finish = speak(conversation.send(prompt), printer, stopped)
+    if stats:
+        click.echo(stats_text(finish.stats), err=True)
+    else:
+        for note in finish.stats.notes:
+            click.echo(f"Note: {note}", err=True)
+    if finish.reason == "cancelled":
+        sys.exit(_INTERRUPTED)
+
+
+def _talk(engine: Engine, conversation: Any, *, stats: bool, paint: bool) -> None:
+    from specedge.runtime.repl import Repl, history
+    from specedge.runtime.terminal import clean_line
+
+    click.echo(f"{clean_line(engine.manifest.name)}: /help lists the commands, Ctrl-D leaves", err=True)
+    with history() as read:
+        Repl(conversation, engine.methods, out=sys.stdout, err=sys.stderr, read=read, stats=stats, paint=paint).run()
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--prompts", required=True, type=click.Path(path_type=Path), help="JSON lines of prompts.")
+@click.option("--methods", help="Names with commas between.  [default: all the bundle holds]")
+@click.option(
+    "--baseline", "baselines", multiple=True, type=click.Path(path_type=Path), help="Other bundle to compare."
+)
+@click.option("--limit", type=click.IntRange(1), help="Prompts of each category.")
+@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--draft-length", type=int, default=DEFAULT_DRAFT_LENGTH, show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="Threads to compute with.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **chosen: Any) -> None:
+    """Compare every method of BUNDLE with plain decoding."""
+    from rich.console import Console
+
+    from specedge.runtime import bench as benchmark
+    from specedge.runtime.progress import Phases
+
+    names = [name.strip() for name in methods.split(",") if name.strip()] if methods is not None else None
+    with Phases() as phases:
+        result = benchmark.run(
+            bundle,
+            prompts,
+            methods=names,
+            progress=lambda done, total, contender: phases("answers", done, total),
+            **chosen,
+        )
+    Console().print(benchmark.table(result))
+    if out is not None:
+        benchmark.write_result(result, out)
+        click.echo(f"Written to {out}", err=True)
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def inspect(bundle: Path, as_json: bool) -> None:
+    """Show what BUNDLE holds, and check every file's hash."""
+    from rich.console import Console
+
+    from specedge.runtime.bundle import open_bundle
+    from specedge.runtime.progress import Phases
+    from specedge.runtime.show import bundle_json, bundle_table
+
+    opened = open_bundle(bundle)
+    if as_json:
+        click.echo(json.dumps(bundle_json(opened), indent=2))
+    else:
+        Console().print(bundle_table(opened))
+    total = sum(entry.size for entry in opened.manifest.files.values())
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        phases("hashes", done, total)
+
+    with Phases() as phases:
+        opened.verify(advance)
+    click.echo(f"All {len(opened.manifest.files)} files are whole.", err=True)
+
+
+def _open(bundle: str, threads: int | None) -> Engine:
+    """An engine for a bundle's folder, or for a built-in model, which is exported on first use."""
+    from specedge.runtime.engine import Engine
+
+    path = Path(bundle)
+    if not path.exists() and path.name == bundle:
+        from specedge.runtime.progress import Phases
+
+        with Phases() as phases:
+            path = _exporting(lambda pipeline: pipeline.bundle_for(bundle, phases))
+    return Engine(path, threads=threads)
+
+
+def _exporting(work: Callable[[Any], Any]) -> Any:
+    """Calls into the export room, whose packages may be missing."""
+    try:
+        from specedge.export import pipeline
+
+        return work(pipeline)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXPORT_PACKAGES:
+            raise
+        raise MissingExtraError(package, "export") from None
+
+
+def _quoted(path: Path) -> str:
+    import shlex
+
+    return shlex.quote(str(path))

@@ -1,0 +1,274 @@
+"""How replies, statistics and bundles look: text for people, JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from specedge.runtime.events import Event, Finish, Origin, Stats, Token
+from specedge.runtime.terminal import TerminalFilter, clean_line
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from specedge.runtime.bundle import Bundle, GraphSpec, Manifest
+
+__all__ = [
+    "LEGEND",
+    "JsonPrinter",
+    "Reply",
+    "TextPrinter",
+    "bundle_json",
+    "bundle_table",
+    "export_summary",
+    "interruptible",
+    "megabytes",
+    "speak",
+    "stats_json",
+    "stats_text",
+]
+
+_PAINT: Mapping[Origin, str] = {"draft": "\x1b[32m", "correction": "\x1b[31m", "bonus": "\x1b[36m"}
+_PLAIN = "\x1b[0m"
+LEGEND = (
+    f"{_PAINT['draft']}accepted draft{_PLAIN}  {_PAINT['correction']}correction{_PLAIN}  {_PAINT['bonus']}bonus{_PLAIN}"
+)
+"""What the colours of `--show-drafts` mean."""
+
+
+class Reply(Protocol):
+    """What is needed of a Generation."""
+
+    @property
+    def finish(self) -> Finish | None: ...
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    def close(self) -> None: ...
+
+
+class TextPrinter:
+    """Writes a reply's text while it comes, without anything that could steer the terminal.
+
+    Args:
+        out: Where to write.
+        paint: Colour each token by its origin.
+    """
+
+    def __init__(self, out: TextIO, paint: bool = False) -> None:
+        self._out = out
+        self._paint = paint
+        self._filter = TerminalFilter()
+        self._last = ""
+
+    def token(self, text: str, origin: Origin) -> None:
+        """Writes the text of one token."""
+        text = self._filter.push(text)
+        if not text:
+            return
+        self._last = text[-1]
+        self._out.write(f"{_PAINT[origin]}{text}{_PLAIN}" if self._paint else text)
+        self._out.flush()
+
+    def finish(self, finish: Finish) -> None:
+        """Ends the line."""
+        if self._last != "\n":
+            self._out.write("\n")
+            self._out.flush()
+
+
+class JsonPrinter:
+    """Writes one event a line, as ASCII JSON."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def token(self, text: str, origin: Origin) -> None:
+        """Writes a token event, if it has text."""
+        if text:
+            self._write({"event": "token", "text": text})
+
+    def finish(self, finish: Finish) -> None:
+        """Writes the finish event."""
+        self._write(
+            {
+                "event": "finish",
+                "finish_reason": finish.reason,
+                "text": finish.text,
+                "prompt_ids": list(finish.prompt_ids),
+                "ids": list(finish.ids),
+                "stats": stats_json(finish.stats),
+            }
+        )
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        self._out.write(json.dumps(event) + "\n")
+        self._out.flush()
+
+
+def speak(reply: Reply, printer: TextPrinter | JsonPrinter, stopped: Callable[[], bool] = lambda: False) -> Finish:
+    """Prints a reply while it comes.
+
+    Args:
+        reply: The generation; it is closed at the end, whatever happens.
+        printer: Writes it.
+        stopped: Asked after each event whether to end the reply early.
+    """
+    said = 0
+    try:
+        for event in reply:
+            if isinstance(event, Token):
+                said += len(event.text)
+                printer.token(event.text, event.origin)
+            if stopped():
+                break
+    finally:
+        reply.close()
+        finish = reply.finish
+        if finish is not None:
+            printer.token(finish.text[said:], "bonus")
+            printer.finish(finish)
+    assert finish is not None, "a closed reply has its finish"
+    return finish
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Within it, Ctrl-C is noted, not raised; a second one is raised. Gives a function that tells."""
+    pressed = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def megabytes(size: int) -> str:
+    """A size for people."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def stats_json(stats: Stats) -> dict[str, Any]:
+    """Statistics with what is computed from them."""
+    return {
+        **dataclasses.asdict(stats),
+        "tau": stats.tau,
+        "alpha": stats.alpha,
+        "tokens_per_second": stats.tokens_per_second,
+    }
+
+
+def stats_text(stats: Stats) -> str:
+    """Statistics as a block of lines."""
+    speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.tokens_per_second is not None else "-"
+    tau = f"{stats.tau:.2f} tokens per pass of the target" if stats.tau is not None else "-"
+    alpha = "-"
+    if stats.alpha is not None:
+        alpha = f"{stats.alpha:.2f} ({stats.accepted} accepted of {stats.evaluated} tested, {stats.proposed} drafted)"
+    rows = [
+        ("method", stats.method + ("" if stats.lossless else " (not lossless)")),
+        ("first token", f"{stats.ttft_ms:.0f} ms ({stats.prefill_ms:.0f} ms prompt)"),
+        ("speed", f"{speed} ({stats.tokens} tokens, {stats.passes} passes)"),
+        ("τ", tau),
+        ("α", alpha),
+        ("time", f"draft {stats.draft_ms:.0f} ms, verify {stats.verify_ms:.0f} ms, host {stats.host_ms:.0f} ms"),
+        ("prompt", f"{stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached"),
+        ("peak memory", megabytes(stats.peak_memory_bytes)),
+        *(("note", clean_line(note)) for note in stats.notes),
+    ]
+    return "\n".join(f"  {name:<12} {value}" for name, value in rows)
+
+
+def bundle_json(bundle: Bundle) -> dict[str, Any]:
+    """What a bundle holds: its manifest, and what is computed from it."""
+    manifest = bundle.manifest
+    return {**dataclasses.asdict(manifest), "memory_bytes": manifest.memory_bytes, "size_bytes": _size(manifest)}
+
+
+def bundle_table(bundle: Bundle) -> Table:
+    """What a bundle holds, for people."""
+    manifest = bundle.manifest
+    rows = [
+        ("model", f"{manifest.name}, family {manifest.family}, from {manifest.source}"),
+        ("licence", manifest.license or "not stated"),
+        ("made for", f"{manifest.device}, by SpecEdge {manifest.exporter or 'unknown'}"),
+        ("target", _graph(manifest.target)),
+        *((f"draft {name}", _graph(graph)) for name, graph in manifest.drafts.items()),
+        ("standard graph", manifest.standard),
+        ("capacity", f"{manifest.target.capacity:,} tokens"),
+        ("vocabulary", f"{manifest.vocab_size:,} tokens; a reply ends at {_ids(manifest.eos_token_ids)}"),
+        ("memory", f"about {megabytes(manifest.memory_bytes)} at work"),
+        ("size", f"{megabytes(_size(manifest))} in {len(manifest.files)} files"),
+        *((f"check {name}", value) for name, value in _checks(manifest.checks)),
+        *((f"file {name}", f"{megabytes(item.size)}  {item.sha256[:16]}") for name, item in manifest.files.items()),
+    ]
+    return _table(clean_line(bundle.folder), rows)
+
+
+def export_summary(manifest: Manifest) -> Table:
+    """What an export made, for people."""
+    rows = [
+        ("target", _graph(manifest.target)),
+        *((f"draft {name}", _graph(graph)) for name, graph in manifest.drafts.items()),
+        ("size", f"{megabytes(_size(manifest))} in {len(manifest.files)} files"),
+        ("memory", f"about {megabytes(manifest.memory_bytes)} at work"),
+        *((f"check {name}", value) for name, value in _checks(manifest.checks)),
+    ]
+    return _table(f"{manifest.name} for {manifest.device}", rows)
+
+
+def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(clean_line(title)), show_header=False, box=None, pad_edge=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(clean_line(name)), Text(clean_line(value)))
+    return table
+
+
+def _graph(graph: GraphSpec) -> str:
+    tree = "tree mask" if graph.tree else "chains only"
+    return (
+        f"{graph.file}: {graph.precision}, {graph.layers} layers, {tree}, weights {megabytes(graph.weight_bytes)}, "
+        f"full cache {megabytes(graph.cache_bytes)}"
+    )
+
+
+def _ids(tokens: Iterable[int]) -> str:
+    return ", ".join(map(str, tokens)) or "nothing"
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files.values())
+
+
+def _checks(checks: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """A report of checks as lines: one for each object that holds values."""
+    values = [f"{name} {_value(value)}" for name, value in checks.items() if not isinstance(value, Mapping)]
+    if values:
+        yield prefix or "report", ", ".join(values)
+    for name, value in checks.items():
+        if isinstance(value, Mapping):
+            yield from _checks(value, f"{prefix}.{name}" if prefix else name)
+
+
+def _value(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
