@@ -48,7 +48,7 @@ class NumpySampler:
         self._options = options
         self._penalties = Penalties(options, prompt_length)
         self._philox = np.random.Philox(key=np.array([seed, 0], np.uint64))
-        self._state: dict[str, Any] = dict(self._philox.state)
+        self._state: Any = self._philox.state
         self._all = np.arange(0)
 
     def law(self, logits: Floats, prefix: Sequence[int]) -> Doubles:

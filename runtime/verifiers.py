@@ -88,7 +88,7 @@ def verifier_for(options: Options) -> Verifier:
     """The verifier that a reply's options ask for."""
     if options.greedy:
         return Greedy()
-    return {"exact": Exact, "rejection": Rejection}[options.accept]()
+    return Rejection() if options.accept == "rejection" else Exact()
 
 
 def _draft_law(draft: Draft, node: int, law: Law) -> Law:
