@@ -27,8 +27,11 @@ chat: $(VENV)/.chat
 	@if [ -n "$$PROMPT" ]; then exec $(VENV)/bin/specedge chat $(ARGS) -- $(MODEL) "$$PROMPT"; \
 	else exec $(VENV)/bin/specedge chat $(ARGS) $(MODEL); fi
 
-bench: $(VENV)/.chat
-	$(VENV)/bin/specedge bench $(ARGS) --prompts $(PROMPTS) $(MODEL)
+bench: build/$(MODEL)/specedge.json
+	$(VENV)/bin/specedge bench --prompts $(PROMPTS) $(ARGS) build/$(MODEL)
+
+build/$(MODEL)/specedge.json: $(VENV)/.chat $(wildcard export/*.py models/*.py quant/*.py)
+	$(VENV)/bin/specedge export $(MODEL) -o build/$(MODEL) --force
 
 test: lint types test-main test-optimum test-pythons
 

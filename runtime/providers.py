@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ _WANTED = {
 }
 _ERRORS_ONLY = 3
 
+_log = logging.getLogger("specedge.runtime")
 _pool_lock = threading.Lock()
 _pool_threads: int | None = None
 
@@ -54,8 +56,8 @@ def open_session(path: Path, *, device: str = "cpu", threads: int | None = None)
 
     All sessions of a process share one thread pool where ONNX Runtime allows it: the pools of
     a target and a draft model would spin against each other (measured: 0.70 against 1.36 times
-    the speed of plain decoding on two cores). A session with another number of threads than the
-    first gets a pool of its own that does not spin.
+    the speed of plain decoding on two cores). Once there is such a pool, ONNX Runtime refuses
+    sessions with one of their own: the first session's number of threads holds for the process.
 
     Args:
         path: The .onnx file; its external weights lie beside it.
@@ -94,7 +96,7 @@ def _session_options(threads: int | None) -> ort.SessionOptions:
 
 
 def _shared_pool(threads: int) -> bool:
-    """Makes the process's pool on the first call; says whether it has this number of threads."""
+    """Makes the process's pool on the first call; False where ONNX Runtime does not allow one."""
     global _pool_threads
     with _pool_lock:
         if _pool_threads is None:
@@ -103,7 +105,9 @@ def _shared_pool(threads: int) -> bool:
                 _pool_threads = threads
             except (RuntimeError, AttributeError):  # the embedding program has made its own environment already
                 _pool_threads = 0
-        return _pool_threads == threads
+        if _pool_threads not in (0, threads):
+            _log.warning("the sessions of this process share %d threads; %d cannot be had", _pool_threads, threads)
+        return _pool_threads != 0
 
 
 def _check_given(given: Sequence[str], wanted: Sequence[str], device: str) -> None:

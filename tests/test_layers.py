@@ -24,7 +24,7 @@ PROJECT = {
     "quant": {"quant", "runtime.errors"},
     "export": {
         "export", "models", "quant",
-        "runtime.errors", "runtime.contracts", "runtime.bundle", "runtime.graph", "runtime.tree",
+        "runtime.errors", "runtime.contracts", "runtime.bundle", "runtime.graph", "runtime.growing", "runtime.tree",
     },
     "train": {"train", "models", "quant", "export", "runtime.errors", "runtime.contracts", "runtime.bundle"},
     "runtime": {"runtime"},
