@@ -145,7 +145,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _concat=self._guarded(_concat),
             _weighed=self._guarded(lambda value: value),
         )
-        self.tests = {name: self._guarded(self.tests[name]) for name in _TESTS}
+        tests: dict[str, Any] = self.tests
+        self.tests = {name: self._guarded(tests[name]) for name in _TESTS}
         self.globals = {
             "range": _range,
             "dict": dict,
@@ -280,8 +281,8 @@ def _method_join(separator: str, parts: Iterable[Any]) -> str:
     return separator.join(texts)
 
 
-def _replace(text: Any, old: str, new: str, count: int | None = None) -> str:
-    text = str(text)
+def _replace(value: Any, old: str, new: str, count: int | None = None) -> str:
+    text = str(value)
     found = text.count(old) if count is None or count < 0 else min(count, text.count(old))
     if len(text) + found * len(new) > LIMIT:
         raise TemplateAbortedError(f"it makes a text longer than {LIMIT:,} characters")
