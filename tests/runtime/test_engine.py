@@ -1,0 +1,301 @@
+"""The engine on a small real bundle: methods agree, replies close anywhere, caches are reused, errors are clear."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from specedge.runtime.bundle import MANIFEST
+from specedge.runtime.engine import Engine
+from specedge.runtime.errors import BundleError, PromptError, UsageError
+from specedge.runtime.events import Finish, Token
+from specedge.runtime.options import Options
+
+PROMPT = "def reverse(text): return"
+# A random model says one token over and over where nothing keeps it from that.
+FREE = Options(max_tokens=48, repetition_penalty=1.1, no_repeat_ngram=2)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle):
+    with Engine(tiny_bundle, threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def fresh(request):
+    if "engine" in request.fixturenames:
+        request.getfixturevalue("engine").reset()
+
+
+def collect(generation):
+    events = list(generation)
+    assert isinstance(events[-1], Finish)
+    assert generation.finish is events[-1]
+    assert all(isinstance(event, Token) for event in events[:-1])
+    return events[:-1], events[-1]
+
+
+def consistent(engine):
+    """The cache holds every committed token but the newest."""
+    session = engine._session
+    return session.target.length == max(len(session.tokens) - 1, 0)
+
+
+def test_the_methods_of_a_bundle(engine):
+    assert engine.methods == ("none", "draft:self-int4", "draft:self-int8", "ngram")
+    assert engine.default_method == "draft:self-int4"
+    assert engine.resolve_method("draft") == "draft:self-int4"
+    with pytest.raises(UsageError, match=r"method 'medusa' is not in .*choose one of none, draft:self-int4"):
+        engine.generate(PROMPT, method="medusa")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Options(max_tokens=48), FREE, Options(max_tokens=48, temperature=0.9, seed=5)],
+    ids=["greedy", "penalties", "sampled"],
+)
+@pytest.mark.parametrize("draft_length", [1, 3, 8])
+def test_every_method_gives_the_same_reply(engine, options, draft_length):
+    finishes = {}
+    for method in engine.methods:
+        engine.reset()
+        tokens, finish = collect(engine.generate(PROMPT, options, method=method, draft_length=draft_length))
+        assert tuple(token.id for token in tokens) == finish.ids
+        assert "".join(token.text for token in tokens) == finish.text
+        assert consistent(engine)
+        assert finish.stats.method == method
+        assert finish.stats.notes == ()
+        finishes[method] = finish
+    assert len({finish.ids for finish in finishes.values()}) == 1
+    assert finishes["draft:self-int8"].stats.accepted > 0
+
+
+def test_statistics_add_up(engine):
+    tokens, finish = collect(engine.generate(PROMPT, FREE, method="draft:self-int8"))
+    stats = finish.stats
+    assert stats.tokens == len(tokens) == len(finish.ids)
+    assert stats.accepted <= stats.evaluated <= stats.proposed
+    assert stats.decoded == stats.passes + stats.accepted
+    assert stats.tau == stats.decoded / stats.passes
+    assert stats.alpha == stats.accepted / stats.evaluated
+    assert sum(token.origin == "draft" for token in tokens) == stats.accepted
+    assert stats.prompt_tokens == len(finish.prompt_ids)
+    assert stats.decode_ms == pytest.approx(stats.draft_ms + stats.verify_ms + stats.host_ms)
+    assert 0 < stats.prefill_ms < stats.ttft_ms
+    assert stats.peak_memory_bytes > 10 << 20
+
+
+@pytest.mark.parametrize("method", ["none", "draft:self-int8", "ngram"])
+def test_a_reply_closed_after_any_token_is_the_start_of_the_whole_one(engine, method):
+    whole = collect(engine.generate(PROMPT, FREE, method=method, draft_length=6))[1]
+    for taken in (0, 1, 2, 3, 5, 8, 13):
+        generation = engine.generate(PROMPT, FREE, method=method, draft_length=6)
+        ids = [next(generation).id for _ in range(taken)]
+        generation.close()
+        finish = generation.finish
+        assert (finish.reason, list(finish.ids)) == ("cancelled", ids)
+        assert finish.ids == whole.ids[:taken]
+        assert finish.stats.tokens == taken
+        assert finish.stats.accepted <= finish.stats.evaluated
+        assert consistent(engine)
+        assert next(generation, None) is None
+        resumed = collect(engine.generate([*finish.prompt_ids, *ids], FREE, max_tokens=48 - taken, method=method))[1]
+        assert finish.ids + resumed.ids == whole.ids
+        assert resumed.stats.cached_tokens >= len(finish.prompt_ids) + taken - 1
+
+
+def test_a_second_reply_ends_the_first(engine):
+    first = engine.generate(PROMPT, FREE)
+    next(first)
+    second = engine.generate("the quick brown fox", FREE)
+    assert first.finish.reason == "cancelled"
+    collect(second)
+    assert len(first.finish.ids) == 1
+
+
+def test_an_interrupt_keeps_what_was_said(engine, monkeypatch):
+    generation = engine.generate(PROMPT, FREE, method="none")
+    seen = [next(generation).id for _ in range(4)]
+    target = engine._session.target
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "commit", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(generation)
+    assert generation.finish.ids == tuple(seen)
+    assert consistent(engine)
+    whole = collect(engine.generate(PROMPT, FREE, method="none"))[1]
+    assert whole.ids[:4] == tuple(seen)
+
+
+def test_only_new_tokens_are_run(engine):
+    first = collect(engine.generate(PROMPT, FREE))[1]
+    longer = [*first.prompt_ids, *first.ids[:20], 5, 6, 7]
+    again = collect(engine.generate(longer, FREE))[1]
+    assert again.stats.cached_tokens >= len(first.prompt_ids) + 20 - 1
+    engine.reset()
+    anew = collect(engine.generate(longer, FREE))[1]
+    assert anew.stats.cached_tokens == 0
+    assert anew.ids == again.ids
+
+
+def test_methods_may_change_between_replies(engine):
+    expected = collect(engine.generate(PROMPT, FREE, method="none"))[1]
+    prompt = list(expected.prompt_ids)
+    for taken, method in ((5, "draft:self-int8"), (11, "ngram"), (7, "draft:self-int4"), (9, "draft:self-int8")):
+        piece = collect(engine.generate(prompt, FREE, max_tokens=taken, method=method))[1]
+        prompt += piece.ids
+    assert tuple(prompt[len(expected.prompt_ids) :]) == expected.ids[:32]
+
+
+def test_a_draft_model_full_of_nan_leaves_the_text_alone(engine):
+    expected = collect(engine.generate(PROMPT, FREE, method="none"))[1]
+    generation = engine.generate(PROMPT, FREE, method="draft:self-int8")
+    ids = [next(generation).id for _ in range(8)]
+    engine._drafters["draft:self-int8"]._model.pool[...] = np.nan
+    finish = collect(generation)[1]
+    engine._drafters["draft:self-int8"]._model.pool[...] = 0
+    assert len(set(ids)) > 3
+    assert finish.ids == expected.ids
+    assert len(finish.stats.notes) == 1
+    assert "draft:self-int8 failed" in finish.stats.notes[0]
+
+
+def test_the_context_is_never_passed(tiny_bundle):
+    with Engine(tiny_bundle, threads=1, capacity=40) as engine:
+        assert engine.capacity == 40
+        for method in engine.methods:
+            engine.reset()
+            finish = collect(engine.generate(PROMPT, max_tokens=None, method=method, draft_length=8))[1]
+            assert finish.reason == "length" or finish.ids[-1] in engine.manifest.eos_token_ids
+            assert len(finish.prompt_ids) + len(finish.ids) <= 40
+        with pytest.raises(PromptError, match=r"prompt has 40 tokens and the context holds 40: shorten it"):
+            engine.generate([5] * 40)
+        assert collect(engine.generate([5] * 39, max_tokens=None))[1].stats.tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "empty"), ([], "empty"), ([-1], "outside the vocabulary"), ([320], "vocabulary of 320")],
+)
+def test_prompts_that_cannot_be_run(engine, prompt, message):
+    with pytest.raises(PromptError, match=message):
+        engine.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"draft_length": 0}, "draft_length is 0: give a number from 1 to 31; to decode plainly use method none"),
+        ({"draft_length": 32}, "draft_length is 32"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0: give a number from more than 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"seed": 1 << 64}, "seed is"),
+        ({"accept": "always"}, "accept is 'always': choose one of exact, rejection"),
+        ({"stop": "x"}, "give a tuple of texts"),
+        ({"stop": ("",)}, "none of them empty"),
+        ({"tempreature": 1}, "unknown option tempreature; the options are method, accept"),
+    ],
+)
+def test_options_that_make_no_sense(engine, override, message):
+    with pytest.raises(UsageError) as caught:
+        engine.generate(PROMPT, **override)
+    assert message in str(caught.value)
+
+
+def test_a_stop_text_is_not_part_of_the_reply(engine):
+    whole = collect(engine.generate(PROMPT, FREE))[1]
+    stop = whole.text[10:13]
+    for method in engine.methods:
+        finish = collect(engine.generate(PROMPT, FREE, method=method, stop=(stop,)))[1]
+        assert finish.reason == "stop"
+        assert finish.text == whole.text[: whole.text.index(stop)]
+        assert consistent(engine)
+
+
+def test_a_chat_keeps_turns_and_reuses_the_cache(engine):
+    chat = engine.chat("You are brief.", FREE)
+    first = collect(chat.send("hello to the fox"))[1]
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+    assert chat.messages[-1]["content"] == first.text
+    second = collect(chat.send("and the dog"))[1]
+    assert second.stats.cached_tokens > 10
+    assert len(chat.messages) == 5
+    again = collect(chat.regenerate())[1]
+    assert again.ids == second.ids
+    assert len(chat.messages) == 5
+    with pytest.raises(PromptError, match="empty"):
+        chat.send("   ")
+    assert len(chat.messages) == 5
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "You are brief."}]
+    with pytest.raises(PromptError, match="nothing to answer again"):
+        chat.regenerate()
+
+
+def test_a_turn_sent_before_the_reply_ended_keeps_what_was_said(engine):
+    chat = engine.chat(options=FREE)
+    reply = chat.send("hello")
+    said = "".join(next(reply).text for _ in range(6))
+    collect(chat.send("and then"))
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "user", "assistant"]
+    assert chat.messages[1]["content"] == said
+
+
+def test_a_turn_that_does_not_fit_changes_nothing(engine):
+    chat = engine.chat()
+    with pytest.raises(PromptError, match="shorten it"):
+        chat.send("fox " * 3000)
+    assert chat.messages == []
+
+
+def test_a_chat_is_saved_and_loaded(engine, tmp_path):
+    chat = engine.chat("Be brief.", FREE)
+    collect(chat.send("hello"))
+    chat.save(tmp_path / "talk.json")
+    other = engine.chat()
+    other.load(tmp_path / "talk.json")
+    assert other.messages == chat.messages
+    assert other.system == "Be brief."
+    for text in ("{}", "[]", '{"messages": [{"role": "root", "content": "x"}]}', '{"messages": 3}', "\xff", "[" * 9999):
+        (tmp_path / "bad.json").write_text(text, encoding="latin-1")
+        with pytest.raises(UsageError, match="not a conversation saved by /save"):
+            other.load(tmp_path / "bad.json")
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        other.load(tmp_path / "none.json")
+    assert other.messages == chat.messages
+    assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_a_bundle_damaged_in_any_file_is_refused(tiny_bundle, tmp_path):
+    for name in json.loads((tiny_bundle / MANIFEST).read_text())["files"]:
+        copy = tmp_path / "copy"
+        shutil.copytree(tiny_bundle, copy)
+        data = bytearray((copy / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (copy / name).write_bytes(bytes(data))
+        with pytest.raises(BundleError, match="altered"):
+            Engine(copy, threads=1)
+        shutil.rmtree(copy)
+
+
+def test_an_engine_that_is_closed_frees_its_models(tiny_bundle):
+    import psutil
+
+    process = psutil.Process()
+    sizes = []
+    for _ in range(6):
+        engine = Engine(tiny_bundle, threads=1)
+        collect(engine.generate(PROMPT, FREE))
+        engine.close()
+        del engine
+        gc.collect()
+        sizes.append(process.memory_info().rss)
+    assert sizes[-1] - sizes[2] < 8 << 20
