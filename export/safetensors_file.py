@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,11 @@ __all__ = ["SafetensorsFile", "SafetensorsTensors"]
 # Layout: https://github.com/huggingface/safetensors, README: 8 bytes of length, a JSON header, the data without gaps.
 # The safetensors package accepts a name twice and names with control characters, so the header is read here.
 _MAX_HEADER_BYTES = 100_000_000
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+_STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 # Never weights of a model that can be exported: sizes for checking the layout only.
 _OTHER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _OTHER_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _STORED.items()} | _OTHER_BYTES
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,10 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path} holds the tensor name {name!r}, which has control characters")
         if isinstance(value, dict):
             dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-            bytes_each = (_ITEM_BYTES | _OTHER_BYTES).get(dtype) if isinstance(dtype, str) else None
+            bytes_each = _ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
             if bytes_each is None:
                 raise UnsupportedModelError(
-                    f"{self.path}: tensor {name} has the number format {dtype!r}; save it as BF16"
+                    f"{self.path}: tensor {name} has the unknown format {dtype!r}; save it as BF16"
                 )
             if _counts(shape) and _counts(span) and len(span) == 2:
                 first, last = span
@@ -108,12 +109,11 @@ class SafetensorsFile:
         import ml_dtypes
 
         entry = self.entries[name]
-        if entry.dtype not in _ITEM_BYTES:
+        if entry.dtype not in _STORED:
             raise UnsupportedModelError(f"{self.path}: tensor {name} is {entry.dtype}; F32, F16 and BF16 can be read")
-        stored = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}[entry.dtype]
         count = math.prod(entry.shape)
         try:
-            data = np.fromfile(self.path, stored, count, offset=entry.offset)
+            data = np.fromfile(self.path, _STORED[entry.dtype], count, offset=entry.offset)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
         if data.size != count:
@@ -163,6 +163,6 @@ class SafetensorsTensors:
         return self._file(name).entries[name].shape
 
 
-def _counts(value: object) -> bool:
+def _counts(value: object) -> TypeGuard[list[int]]:
     """Whether a value is a list of whole numbers from 0 on."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 60 for item in value)

@@ -46,7 +46,7 @@ def resolve(
         read = _read_directory
     elif _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return read_hub(model, revision=revision, offline=offline)
-    elif path.suffix == ".gguf" or path.is_absolute() or len(path.parts) > 1:
+    elif path.suffix == ".gguf" or "/" in model or "\\" in model:
         raise CheckpointError(f"{model} does not exist; give a folder, a GGUF file, a hub id, or one of: {_known()}")
     else:
         raise UsageError(f"unknown model {model!r}; known names: {_known()}; or give a folder, a GGUF file or a hub id")
