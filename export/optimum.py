@@ -99,7 +99,7 @@ def _describe(path: Path, config: Mapping[str, Any], capacity: int) -> GraphSpec
     first, logits = inputs.get(GraphNames.past(0, "key")), outputs.get(GraphNames.LOGITS)
     if not layers or first is None or logits is None or GraphNames.INPUT_IDS not in inputs:
         raise UnsupportedModelError(
-            f"model_type {config.get('model_type')!r}: Optimum's graph has no key-value cache that this runtime can keep"
+            f"model_type {config.get('model_type')!r}: Optimum's graph has no key-value cache that can be kept"
         )
     shape = [dimension.dim_value for dimension in first.shape.dim]
     vocab_size = logits.shape.dim[-1].dim_value or config["vocab_size"]

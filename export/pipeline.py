@@ -65,7 +65,8 @@ def export(model: str, output: Path, options: ExportOptions = _DEFAULTS, progres
         manifest = _manifest(checkpoint, options.device, graphs, checks, _hash(folder, report))
         write_manifest(folder, manifest)
         open_bundle(folder)
-    report("finish", disk, disk)
+    size = sum(entry.size for entry in manifest.files.values())
+    report("finish", size, size)
     return manifest
 
 

@@ -59,7 +59,7 @@ def test_force_replaces_a_bundle(tmp_path, monkeypatch, exchange):
 
 def test_a_taken_name_is_refused_before_the_work(tmp_path):
     output = bundle(tmp_path / "bundle")
-    with pytest.raises(StorageError, match="exists already; .*--force"), staged(output):
+    with pytest.raises(StorageError, match=r"exists already; .*--force"), staged(output):
         pytest.fail("the block ran")
     assert content(output) == "old"
 

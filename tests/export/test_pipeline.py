@@ -1,0 +1,254 @@
+"""From a checkpoint to a bundle: what is written, what is refused, and the built-in names' bundles in the cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specedge.export import pipeline
+from specedge.export.pipeline import PHASES, ExportOptions, bundle_for, export
+from specedge.runtime.bundle import open_bundle
+from specedge.runtime.errors import (
+    CheckpointError,
+    MissingExtraError,
+    SpecEdgeError,
+    StorageError,
+    UsageError,
+)
+
+pytest.importorskip("onnx")
+
+QUICK = ExportOptions(drafts=("none",), verify=False)
+TEXTS = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "genai_config.json",
+}
+GRAPHS = {"onnx/target.onnx", "onnx/model.onnx", "onnx/model.onnx_data"}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def old(tiny_checkpoint, tmp_path) -> Path:
+    """A bundle that stands already, alone in its folder."""
+    folder = tmp_path / "home" / "bundle"
+    export(str(tiny_checkpoint), folder, QUICK)
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    open_bundle(folder, verify=True)
+    return names(folder.parent) == {"bundle"}
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"precision": "fp8"}, "fp8.*choose one of fp32, fp16, int8, int4"),
+            ({"device": "tpu"}, "tpu.*choose one of cpu, cuda"),
+            ({"precision": "fp32", "device": "cuda"}, "fp32.*choose one of fp16"),
+            ({"drafts": ("small",)}, "draft is 'small': choose one of self-int4, self-int8, none"),
+            ({"drafts": ("none", "self-int4")}, "draft none excludes other drafts"),
+            ({"capacity": 0}, "capacity is 0: give a number from 64 up"),
+            ({"capacity": True}, "capacity is True"),
+            ({"capacity": 1 << 40}, "capacity is"),
+        ],
+    )
+    def test_what_is_unknown_is_refused_with_the_choices(self, given, message):
+        with pytest.raises(UsageError, match=message):
+            ExportOptions(**given)
+
+    def test_the_device_decides_the_precision(self):
+        assert ExportOptions().target_precision == "fp32"
+        assert ExportOptions(device="cuda").target_precision == "fp16"
+
+    def test_a_draft_in_the_targets_own_precision_is_left_out(self):
+        both = ("self-int8", "self-int4", "self-int8")
+        assert ExportOptions(drafts=both).draft_names == ("self-int8", "self-int4")
+        assert ExportOptions(drafts=both, precision="int4").draft_names == ("self-int8",)
+        assert ExportOptions(drafts=("none",)).draft_names == ()
+
+
+class TestBundle:
+    def test_holds_what_the_layout_says(self, tiny_bundle):
+        drafts = {f"drafts/{name}/draft.onnx{end}" for name in ("self-int4", "self-int8") for end in ("", "_data")}
+        assert files(tiny_bundle) == TEXTS | GRAPHS | drafts | {"specedge.json"}
+        open_bundle(tiny_bundle, verify=True)
+
+    def test_the_manifest_says_what_stands_in_it(self, tiny_bundle, tiny_checkpoint):
+        manifest = open_bundle(tiny_bundle).manifest
+        config = json.loads((tiny_checkpoint / "config.json").read_text())
+        assert manifest.family == "llama"
+        assert manifest.device == "cpu"
+        assert manifest.source == f"folder:{tiny_checkpoint.name}"
+        assert manifest.target.file == "onnx/target.onnx"
+        assert manifest.target.capacity == config["max_position_embeddings"]
+        assert manifest.standard == "onnx/model.onnx"
+        assert list(manifest.drafts) == ["self-int4", "self-int8"]
+        assert manifest.drafts["self-int4"].file == "drafts/self-int4/draft.onnx"
+        assert manifest.drafts["self-int4"].weight_bytes < manifest.drafts["self-int8"].weight_bytes
+        assert manifest.vocab_size == config["vocab_size"]
+        assert manifest.eos_token_ids == (2,)
+        assert manifest.bos_token_id is None  # named in the configuration, but the tokenizer puts none
+        assert manifest.exporter
+
+    def test_the_report_of_the_checks_is_stored(self, tiny_bundle):
+        checks = open_bundle(tiny_bundle).manifest.checks
+        assert checks["self"]["status"] == "passed"
+        assert set(checks["drafts"]) == {"self-int4", "self-int8"}
+        assert checks["drafts"]["self-int8"]["kl"] < 0.1
+        assert checks["pytorch"]["status"] in ("passed", "skipped")
+        if checks["pytorch"]["status"] == "skipped":
+            assert "not installed" in checks["pytorch"]["reason"]
+
+    def test_weights_stand_once_for_both_graphs(self, tiny_bundle):
+        data = (tiny_bundle / "onnx" / "model.onnx_data").stat().st_size
+        others = sum(path.stat().st_size for path in (tiny_bundle / "onnx").iterdir()) - data
+        assert others < data / 2
+        assert data == open_bundle(tiny_bundle).manifest.target.weight_bytes
+
+    def test_phases_are_told_in_order(self, tiny_checkpoint, tmp_path, monkeypatch):
+        from specedge.export import torch_check
+
+        monkeypatch.setattr(torch_check, "missing_package", lambda _: "torch")
+        told = []
+        options = ExportOptions(drafts=("self-int4",), capacity=64)
+        export(str(tiny_checkpoint), tmp_path / "b", options, lambda *step: told.append(step))
+        phases = list(dict.fromkeys(phase for phase, _, _ in told))
+        assert phases == list(PHASES)
+        for phase in phases:
+            steps = [(done, total) for name, done, total in told if name == phase]
+            assert all(0 <= done <= total for done, total in steps)
+            assert steps == sorted(steps, key=lambda step: step[0])
+            assert steps[-1][0] == steps[-1][1]
+
+    @pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+    def test_other_precisions_pass_their_checks(self, tiny_checkpoint, tmp_path, precision, monkeypatch):
+        from specedge.export import torch_check
+
+        monkeypatch.setattr(torch_check, "missing_package", lambda _: "torch")
+        options = ExportOptions(precision=precision, drafts=("none",))
+        manifest = export(str(tiny_checkpoint), tmp_path / "b", options)
+        assert manifest.target.precision == precision
+        assert manifest.checks["self"]["status"] == "passed"
+
+    def test_a_tokenizer_that_prepends_a_token_is_known(self, tiny_checkpoint, tmp_path):
+        from tokenizers import Tokenizer, processors
+
+        source = shutil.copytree(tiny_checkpoint, tmp_path / "source")
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+        first = tokenizer.id_to_token(1)
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 1)])
+        tokenizer.save(str(source / "tokenizer.json"))
+        assert export(str(source), tmp_path / "b", QUICK).bos_token_id == 1
+
+
+class TestRefusals:
+    def test_a_name_that_exists(self, old, tiny_checkpoint):
+        with pytest.raises(StorageError, match="exists already"):
+            export(str(tiny_checkpoint), old, QUICK)
+        assert is_whole(old)
+
+    def test_it_is_refused_before_anything_is_fetched(self, old, monkeypatch):
+        from specedge.export import sources
+
+        monkeypatch.setattr(sources, "resolve", lambda *_, **__: pytest.fail("resolved"))
+        with pytest.raises(StorageError):
+            export("smollm2-135m", old, QUICK)
+
+    def test_no_space(self, old, tiny_checkpoint, monkeypatch):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+        with pytest.raises(StorageError, match="MB free where about"):
+            export(str(tiny_checkpoint), old, ExportOptions(force=True))
+        assert is_whole(old)
+
+    def test_more_rows_than_the_model_has_positions(self, tiny_checkpoint, tmp_path):
+        with pytest.raises(UsageError, match="capacity is 4096: the context of checkpoint ends at 512"):
+            export(str(tiny_checkpoint), tmp_path / "b", ExportOptions(capacity=4096))
+        assert not names(tmp_path)
+
+    def test_an_unknown_model(self, tmp_path):
+        with pytest.raises(SpecEdgeError, match="known names: smollm2-135m"):
+            export("no-such-model", tmp_path / "b", QUICK)
+
+    def test_a_broken_file(self, old, tiny_checkpoint, tmp_path):
+        source = shutil.copytree(tiny_checkpoint, tmp_path / "source")
+        weights = source / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        with pytest.raises(CheckpointError) as caught:
+            export(str(source), old, ExportOptions(force=True))
+        assert "\n" not in str(caught.value)
+        assert is_whole(old)
+
+    def test_a_family_without_builder_and_without_optimum(self, tiny_checkpoint, tmp_path, monkeypatch):
+        from specedge.export import optimum
+
+        monkeypatch.setattr(optimum, "_installed", lambda: False)
+        source = shutil.copytree(tiny_checkpoint, tmp_path / "source")
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "model_type": "mamba9"}))
+        with pytest.raises(MissingExtraError, match=r"'mamba9'.*pip install 'specedge\[optimum\]'"):
+            export(str(source), tmp_path / "b", QUICK)
+        assert names(tmp_path) == {"source"}
+        with pytest.raises(UsageError, match="'mamba9' has no builder and goes through Optimum, which writes fp32"):
+            export(str(source), tmp_path / "b", ExportOptions(precision="int4"))
+
+
+class TestBuiltin:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path, monkeypatch, tiny_checkpoint):
+        """The name stands for the tiny model here."""
+        from specedge.export import sources
+
+        resolve = sources.resolve
+        self.resolved = []
+
+        def tiny(model, **options):
+            self.resolved.append((model, options["offline"]))
+            return resolve(str(tiny_checkpoint), offline=True)
+
+        monkeypatch.setattr(sources, "resolve", tiny)
+        monkeypatch.setattr(pipeline, "_check", lambda *_: {})
+        monkeypatch.setenv("SPECEDGE_CACHE", str(tmp_path / "cache"))
+
+    def test_is_exported_once_into_the_cache(self, tmp_path):
+        folder = bundle_for("smollm2-135m", offline=True)
+        assert folder == tmp_path / "cache" / "bundles" / "smollm2-135m"
+        assert bundle_for("smollm2-135m") == folder
+        assert self.resolved == [("smollm2-135m", True)]
+        open_bundle(folder, verify=True)
+
+    def test_a_damaged_bundle_is_made_anew(self):
+        folder = bundle_for("smollm2-135m")
+        (folder / "onnx" / "model.onnx_data").write_bytes(b"")
+        assert bundle_for("smollm2-135m") == folder
+        assert len(self.resolved) == 2
+        open_bundle(folder, verify=True)
+
+    def test_another_process_that_was_faster_wins(self, monkeypatch):
+        finish = pipeline._hash
+
+        def slower(folder, report):
+            monkeypatch.setattr(pipeline, "_hash", finish)
+            bundle_for("smollm2-135m")
+            return finish(folder, report)
+
+        monkeypatch.setattr(pipeline, "_hash", slower)
+        folder = bundle_for("smollm2-135m")
+        assert len(self.resolved) == 2
+        assert names(folder.parent) == {"smollm2-135m"}
+        open_bundle(folder, verify=True)
