@@ -129,6 +129,9 @@ def _check_given(given: Sequence[str], wanted: Sequence[str], device: str) -> No
 
 
 def _onnxruntime() -> Any:
+    # Wheels for Linux (seen in 1.32) write a device id into the user's cache and send usage data
+    # unless this stands before the import. A device says nothing that its owner has not asked for.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError:

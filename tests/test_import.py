@@ -49,6 +49,13 @@ assert event.ids
     assert not NEVER_IN_A_CHAT & loaded_after(code)
 
 
+def test_a_chat_leaves_nothing_in_the_home_folder(tiny_bundle, tmp_path):
+    """ONNX Runtime's telemetry would put a device id there."""
+    arguments = ("chat", tiny_bundle, "hello", "--max-tokens", "4")
+    run(sys.executable, "-m", "specedge", *arguments, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert not list(tmp_path.rglob("*"))
+
+
 def test_python_m_specedge_is_the_command(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "specedge", "--version"],
