@@ -8,7 +8,7 @@ from typing import Any
 
 from specedge.export.checkpoint import Checkpoint, Tokenizer
 from specedge.export.hf_config import end_ids, normalise_config
-from specedge.export.reading import parse_json, read_json, read_text, spdx
+from specedge.export.reading import brief, parse_json, read_json, read_text, spdx
 from specedge.export.safetensors_file import SafetensorsFile, SafetensorsTensors
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -55,7 +55,9 @@ def _config(path: Path) -> dict[str, Any]:
     config = normalise_config(read_json(file), file)
     if isinstance(config.get("quantization_config"), dict):
         method = config["quantization_config"].get("quant_method")
-        raise UnsupportedModelError(f"{path} is quantised already ({method}); give the original, in BF16, F16 or F32")
+        raise UnsupportedModelError(
+            f"{path} is quantised already ({brief(method)}); give the original, in BF16, F16 or F32"
+        )
     return config
 
 
@@ -89,11 +91,11 @@ def _sharded(path: Path, index: Path) -> dict[str, SafetensorsFile]:
     for name, shard in places.items():
         # A plain name under POSIX and Windows rules: nothing outside the folder is opened.
         if not isinstance(shard, str) or not re.fullmatch(r"[^/\\:\x00-\x1f]+\.safetensors", shard):
-            raise CheckpointError(f"{index} places tensor {name} in {shard!r}, which is no file name")
+            raise CheckpointError(f"{index} places tensor {brief(name)} in {brief(shard)}, which is no file name")
         if shard not in files:
             files[shard] = SafetensorsFile(path / shard)
         if name not in files[shard].entries:
-            raise CheckpointError(f"{index} places tensor {name} in {shard}, which does not hold it")
+            raise CheckpointError(f"{index} places tensor {brief(name)} in {shard}, which does not hold it")
     return {name: files[shard] for name, shard in places.items()}
 
 

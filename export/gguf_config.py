@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specedge.export.gguf_file import GgufFile, GgufTensors
+from specedge.export.reading import brief
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["ARCHITECTURES", "Architecture", "gguf_config", "gguf_generation", "gguf_tensors", "token_id"]
@@ -89,7 +90,7 @@ class _Metadata:
         if not isinstance(name, str) or name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedModelError(
-                f"{self.path} holds the architecture {name!r}; GGUF files of {known} can be read"
+                f"{self.path} holds the architecture {brief(name)}; GGUF files of {known} can be read"
             )
         self.name = name
 
@@ -108,7 +109,7 @@ class _Metadata:
         if value is None and default is None:
             raise CheckpointError(f"{self.path} lacks the key {full}; convert the model again")
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**53:
-            raise CheckpointError(f"{self.path}: {full} is {value!r} where a positive {kind.__name__} belongs")
+            raise CheckpointError(f"{self.path}: {full} is {brief(value)} where a positive {kind.__name__} belongs")
         return value
 
 
@@ -128,7 +129,7 @@ def gguf_tensors(file: GgufFile) -> GgufTensors:
         match = re.fullmatch(r"(blk\.)(0|[1-9]\d{0,5})(\..+)", stored)
         pattern, layer = (match[1] + "{}" + match[3], match[2]) if match else (stored, "")
         if pattern not in architecture.names:
-            raise UnsupportedModelError(f"{file.path}: tensor {stored!r} is no part of a {metadata.name} model")
+            raise UnsupportedModelError(f"{file.path}: tensor {brief(stored)} is no part of a {metadata.name} model")
         names[architecture.names[pattern].format(layer)] = stored
     heads = metadata.get("attention.head_count", int)
     kinds = {"q_proj": heads, "k_proj": metadata.get("attention.head_count_kv", int, heads)}
@@ -158,11 +159,17 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             raise UnsupportedModelError(f"{file.path}: a {metadata.name} model with {key} cannot be exported")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"tensor token_embd.weight is missing in {file.path}; download it again")
-    vocabulary, hidden = file.tensors["token_embd.weight"].shape
-    if hidden != metadata.get("embedding_length", int):
-        raise CheckpointError(f"{file.path}: embedding_length contradicts the embedding's shape, {hidden}")
+    shape = file.tensors["token_embd.weight"].shape
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if len(shape) != 2 or shape[1] != metadata.get("embedding_length", int):
+        raise CheckpointError(f"{file.path}: embedding_length contradicts the embedding's shape, {shape}")
+    if isinstance(tokens, list) and len(tokens) > shape[0]:
+        raise CheckpointError(f"{file.path} lists {len(tokens):,} tokens but embeds {shape[0]:,}; download it again")
+    vocabulary, hidden = shape
     heads = metadata.get("attention.head_count", int)
     head = metadata.get("attention.key_length", int, hidden // heads)
+    if metadata.get("attention.value_length", int, head) != head:
+        raise UnsupportedModelError(f"{file.path}: values of another width than keys cannot be exported")
     if metadata.get("rope.dimension_count", int, head) != head:
         raise UnsupportedModelError(f"{file.path}: a rotation of only a part of each head cannot be exported")
     theta = metadata.get("rope.freq_base", float, 10000.0)
@@ -191,6 +198,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: q has a bias where o has none, or the reverse; no such family is known"
         )
     if metadata.has("attention.sliding_window"):
+        # llama.cpp files Mistral under llama; only its own family looks at the window.
+        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         config["sliding_window"] = metadata.get("attention.sliding_window", int)
     return config
 
@@ -209,7 +218,7 @@ def _rope_scaling(file: GgufFile, metadata: _Metadata, theta: float, head: int) 
     if isinstance(kind, str) and kind == "yarn":
         original = metadata.get("rope.scaling.original_context_length", int)
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} cannot be exported")
+    raise UnsupportedModelError(f"{file.path}: rope scaling {brief(kind)} cannot be exported")
 
 
 def _from_factors(file: GgufFile, metadata: _Metadata, theta: float, head: int) -> dict[str, Any]:
@@ -265,7 +274,7 @@ def token_id(metadata: Mapping[str, Any], kind: str, vocabulary: int, path: Path
     if value is None or (isinstance(value, int) and value == 0xFFFFFFFF):  # llama.cpp's way to say none
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
-        raise CheckpointError(f"{path}: the {kind} token {value!r} is outside the vocabulary of {vocabulary:,}")
+        raise CheckpointError(f"{path}: the {kind} token {brief(value)} is outside the vocabulary of {vocabulary:,}")
     return value
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.reading import check_finite
+from specedge.export.reading import brief, check_finite
 from specedge.runtime.errors import CheckpointError, MissingExtraError
 
 __all__ = ["GgufFile", "GgufTensors", "TensorInfo"]
@@ -147,7 +147,7 @@ class GgufFile:
         for _ in range(cursor.count(count, 13)):
             key = cursor.string()
             if key in pairs:
-                raise CheckpointError(f"{self.path} holds the key {key!r} twice")
+                raise CheckpointError(f"{self.path} holds the key {brief(key)} twice")
             pairs[key] = cursor.value(cursor.scalar("I"))
         return pairs
 
@@ -156,26 +156,30 @@ class GgufFile:
         for _ in range(cursor.count(count, 28)):
             name, rank = cursor.string(), cursor.scalar("I")
             if name in found or not 1 <= rank <= 4:
-                raise CheckpointError(f"{self.path}: tensor {name!r} stands twice or has {rank} dimensions")
+                raise CheckpointError(f"{self.path}: tensor {brief(name)} stands twice or has {rank} dimensions")
             shape = tuple(reversed([cursor.scalar("Q") for _ in range(rank)]))
             found[name] = (shape, cursor.scalar("I"), cursor.scalar("Q"))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise CheckpointError(f"{self.path}: general.alignment {alignment!r} is not a power of two")
+            raise CheckpointError(f"{self.path}: general.alignment {brief(alignment)} is not a power of two")
         start = -(-cursor.at // alignment) * alignment
         return {name: self._info(name, start, *fields) for name, fields in found.items()}
 
     def _info(self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
         sizes = _quant_sizes()
         if kind not in sizes:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has the unknown number format {kind}; update gguf")
+            raise CheckpointError(
+                f"{self.path}: tensor {brief(name)} has the unknown number format {kind}; update gguf"
+            )
         block, block_size = sizes[kind]
         if 0 in shape or shape[-1] % block:
-            raise CheckpointError(f"{self.path}: tensor {name!r} of shape {shape} is not made of blocks of {block}")
+            raise CheckpointError(
+                f"{self.path}: tensor {brief(name)} of shape {shape} is not made of blocks of {block}"
+            )
         size = math.prod(shape) // block * block_size
         if start + offset + size > self.size:
             raise CheckpointError(
-                f"{self.path} is truncated: tensor {name!r} ends at byte {start + offset + size:,} "
+                f"{self.path} is truncated: tensor {brief(name)} ends at byte {start + offset + size:,} "
                 f"of {self.size:,}; download it again"
             )
         return TensorInfo(shape, kind, start + offset, size)

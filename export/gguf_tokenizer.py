@@ -12,6 +12,7 @@ import numpy as np
 from specedge.export.checkpoint import Tokenizer
 from specedge.export.gguf_config import token_id
 from specedge.export.gguf_file import GgufFile
+from specedge.export.reading import brief
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """
     kind = file.metadata.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
-        raise UnsupportedModelError(f"{file.path}: a tokenizer of the kind {kind!r}; gpt2 and llama can be read")
+        raise UnsupportedModelError(f"{file.path}: a tokenizer of the kind {brief(kind)}; gpt2 and llama can be read")
     vocabulary = _vocabulary(file)
     if kind == "gpt2":
         tokenizer, add_bos = _byte_level(file, vocabulary)
@@ -118,7 +119,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
 def _flag(file: GgufFile, key: str, default: bool) -> bool:
     value = file.metadata.get(f"tokenizer.ggml.{key}", default)
     if not isinstance(value, bool):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} is {value!r} where true or false belongs")
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} is {brief(value)} where true or false belongs")
     return value
 
 
@@ -159,7 +160,7 @@ def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tuple[tokenizers.Tok
     name = file.metadata.get("tokenizer.ggml.pre")
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        raise UnsupportedModelError(f"{file.path}: unknown tokenizer.ggml.pre {name!r}; known are {known}")
+        raise UnsupportedModelError(f"{file.path}: unknown tokenizer.ggml.pre {brief(name)}; known are {known}")
     row = PRE_TOKENIZERS[name]
     ids = vocabulary.ids
     lines = file.metadata.get("tokenizer.ggml.merges")
@@ -180,7 +181,7 @@ def _merge(line: object, ids: Mapping[str, int], path: Path) -> tuple[str, str]:
     # Checked here because the tokenizers package panics on a merge it cannot make.
     left, found, right = str(line).partition(" ")
     if not found or left not in ids or right not in ids or left + right not in ids:
-        raise CheckpointError(f"{path} holds the merge {line!r}, whose parts or result are no tokens")
+        raise CheckpointError(f"{path} holds the merge {brief(line)}, whose parts or result are no tokens")
     return left, right
 
 

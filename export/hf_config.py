@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specedge.export.reading import brief
 from specedge.runtime.errors import CheckpointError
 
 __all__ = ["end_ids", "normalise_config"]
@@ -37,7 +38,7 @@ def _move_rope(config: dict[str, Any], path: Path) -> None:
     parameters = config.pop("rope_parameters", None)
     scaling = _scaling(config.pop("rope_scaling", None), path)
     if parameters is not None and not isinstance(parameters, dict):
-        raise CheckpointError(f"{path}: rope_parameters is {parameters!r} where an object belongs")
+        raise CheckpointError(f"{path}: rope_parameters is {brief(parameters)} where an object belongs")
     if parameters and all(isinstance(value, dict) for value in parameters.values()):
         parameters = _by_layer_type(config, parameters, path)
     if parameters:
@@ -60,7 +61,7 @@ def _move_rope(config: dict[str, Any], path: Path) -> None:
 def _by_layer_type(config: dict[str, Any], parameters: dict[str, Any], path: Path) -> dict[str, Any]:
     """Parameters of each layer type: those of full attention count; sliding attention's base gets its old key."""
     if not {"full_attention"} <= set(parameters) <= {"full_attention", "sliding_attention"}:
-        raise CheckpointError(f"{path}: rope_parameters has the unknown layer types {sorted(parameters)}")
+        raise CheckpointError(f"{path}: rope_parameters has the unknown layer types {brief(sorted(parameters))}")
     sliding = parameters.get("sliding_attention", {})
     if _scaling({key: value for key, value in sliding.items() if key != "rope_theta"}, path) is not None:
         raise CheckpointError(f"{path}: a rope scaling of sliding attention cannot be exported")
@@ -74,11 +75,13 @@ def _scaling(value: object, path: Path) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: rope_scaling is {value!r} where an object belongs")
+        raise CheckpointError(f"{path}: rope_scaling is {brief(value)} where an object belongs")
     scaling = dict(value)
     old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
     if old is not None and new is not None and old != new:
-        raise CheckpointError(f"{path}: rope_scaling has type {old!r} and rope_type {new!r}; keep one of them")
+        raise CheckpointError(
+            f"{path}: rope_scaling has type {brief(old)} and rope_type {brief(new)}; keep one of them"
+        )
     kind = new if new is not None else old
     if kind == "default" or (kind is None and not scaling):
         return None
@@ -90,7 +93,7 @@ def _scaling(value: object, path: Path) -> dict[str, Any] | None:
 def _put(config: dict[str, Any], key: str, value: Any, path: Path) -> None:
     """Set a key that may be there already, with the same value."""
     if config.get(key) is not None and value is not None and config[key] != value:
-        raise CheckpointError(f"{path} gives {key} twice: {config[key]!r} and {value!r}; keep one of them")
+        raise CheckpointError(f"{path} gives {key} twice: {brief(config[key])} and {brief(value)}; keep one of them")
     if value is not None:
         config[key] = value
 
@@ -107,6 +110,6 @@ def end_ids(*configs: Mapping[str, Any]) -> list[int]:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(type(item) is int and item >= 0 for item in ids):
-            raise CheckpointError(f"eos_token_id is {value!r} where a token id or a list of them belongs")
+            raise CheckpointError(f"eos_token_id is {brief(value)} where a token id or a list of them belongs")
         return list(dict.fromkeys(ids))
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,19 @@ from numpy.typing import NDArray
 
 from specedge.runtime.errors import CheckpointError
 
-__all__ = ["check_finite", "parse_json", "read_json", "read_text", "spdx"]
+__all__ = ["brief", "check_finite", "parse_json", "read_json", "read_text", "spdx"]
 
 MAX_TEXT_BYTES = 256 << 20
 """Larger than any tokenizer.json or index (Gemma 3's is 33 MB)."""
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPDX = {"apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause", "cc-by-4.0": "CC-BY-4.0"}
+
+
+def brief(value: object) -> str:
+    """A value from a file as it may stand in a message: on one line, without control characters, not long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_text(path: Path) -> str:
@@ -49,7 +57,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
         if len(result) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"key {twice!r} stands twice")
+            raise ValueError(f"key {brief(twice)} stands twice")
         return result
 
     def constant(name: str) -> float:
@@ -64,9 +72,19 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is nested too deeply") from error
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {error}") from error
+    if _SURROGATE.search(text) and not _is_encodable(value):
+        raise CheckpointError(f"{where} holds half a character (a lone surrogate), which cannot be written again")
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _is_encodable(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.reading import check_finite, parse_json
-from specedge.runtime.errors import CheckpointError, UnsupportedModelError
+from specedge.export.reading import brief, check_finite, parse_json
+from specedge.runtime.errors import CheckpointError, MissingExtraError, UnsupportedModelError
 
 __all__ = ["SafetensorsFile", "SafetensorsTensors"]
 
@@ -85,13 +85,13 @@ class SafetensorsFile:
 
     def _fields(self, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
         if not name.isprintable():
-            raise CheckpointError(f"{self.path} holds the tensor name {name!r}, which has control characters")
+            raise CheckpointError(f"{self.path} holds the tensor name {brief(name)}, which has control characters")
         if isinstance(value, dict):
             dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
             bytes_each = _ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
             if bytes_each is None:
                 raise UnsupportedModelError(
-                    f"{self.path}: tensor {name} has the unknown format {dtype!r}; save it as BF16"
+                    f"{self.path}: tensor {name} has the unknown format {brief(dtype)}; save it as BF16"
                 )
             if _counts(shape) and _counts(span) and len(span) == 2:
                 first, last = span
@@ -104,10 +104,9 @@ class SafetensorsFile:
 
         Raises:
             CheckpointError: The file became shorter, or the tensor holds NaN.
+            MissingExtraError: ml_dtypes is not installed and the tensor is BF16.
             UnsupportedModelError: The tensor is not BF16, F16 or F32.
         """
-        import ml_dtypes
-
         entry = self.entries[name]
         if entry.dtype not in _STORED:
             raise UnsupportedModelError(f"{self.path}: tensor {name} is {entry.dtype}; F32, F16 and BF16 can be read")
@@ -119,7 +118,7 @@ class SafetensorsFile:
         if data.size != count:
             raise CheckpointError(f"{self.path} became shorter while it was read")
         if entry.dtype == "BF16":
-            data = data.view(ml_dtypes.bfloat16)
+            data = data.view(_bfloat16())
         return check_finite(data.astype(np.float32, copy=False).reshape(entry.shape), name, self.path)
 
 
@@ -161,6 +160,14 @@ class SafetensorsTensors:
             CheckpointError: The tensor is missing.
         """
         return self._file(name).entries[name].shape
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingExtraError("ml_dtypes", "export") from error
+    return ml_dtypes.bfloat16
 
 
 def _counts(value: object) -> TypeGuard[list[int]]:

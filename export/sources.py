@@ -37,53 +37,48 @@ def resolve(
         CheckpointError: What was found cannot be read.
         DownloadError: It cannot be fetched.
     """
-    path = Path(model).expanduser()
-    if model in BUILTINS:
-        read = _read_builtin
-    elif path.is_file():
-        read = _read_file
-    elif path.is_dir():
-        read = _read_directory
-    elif _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return read_hub(model, revision=revision, offline=offline)
-    elif path.suffix == ".gguf" or "/" in model or "\\" in model:
-        raise CheckpointError(f"{model} does not exist; give a folder, a GGUF file, a hub id, or one of: {_known()}")
-    else:
-        raise UsageError(f"unknown model {model!r}; known names: {_known()}; or give a folder, a GGUF file or a hub id")
-    if revision is not None:
-        raise UsageError(f"a revision goes with a hub id such as organisation/name, not with {model}")
     if progress:
         progress("resolve", 0, 1)
-    checkpoint = read(model, offline, progress)
+    checkpoint = _find(model, revision, offline, progress)
     if progress:
         progress("resolve", 1, 1)
     return checkpoint
+
+
+def _find(model: str, revision: str | None, offline: bool, progress: Progress | None) -> Checkpoint:
+    path = Path(model).expanduser()
+    here = model in BUILTINS or path.exists()
+    if not here and _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return read_hub(model, revision=revision, offline=offline)
+    if not here and (path.suffix == ".gguf" or "/" in model or "\\" in model):
+        raise CheckpointError(f"{model} does not exist; give a folder, a GGUF file, a hub id, or one of: {_known()}")
+    if not here:
+        raise UsageError(f"unknown model {model!r}; known names: {_known()}; or give a folder, a GGUF file or a hub id")
+    if revision is not None:
+        raise UsageError(f"a revision goes with a hub id such as organisation/name, not with {model}")
+    if model in BUILTINS:
+        file = fetch(model, offline=offline, progress=progress)
+        return read_gguf(file, name=model, source=f"builtin:{model}", license=BUILTINS[model].license)
+    return _read_directory(path) if path.is_dir() else _read_file(path)
 
 
 def _known() -> str:
     return ", ".join(sorted(BUILTINS))
 
 
-def _read_builtin(model: str, offline: bool, progress: Progress | None) -> Checkpoint:
-    path = fetch(model, offline=offline, progress=progress)
-    return read_gguf(path, name=model, source=f"builtin:{model}", license=BUILTINS[model].license)
-
-
-def _read_file(model: str, offline: bool, progress: Progress | None) -> Checkpoint:
-    path = Path(model).expanduser()
+def _read_file(path: Path) -> Checkpoint:
     return read_gguf(path, name=path.stem, source=f"gguf:{path.name}")
 
 
-def _read_directory(model: str, offline: bool, progress: Progress | None) -> Checkpoint:
-    path = Path(model).expanduser()
+def _read_directory(path: Path) -> Checkpoint:
     if (path / "specedge.json").is_file():
         raise CheckpointError(f"{path} is a bundle already; run: specedge chat {path}")
     ggufs = sorted(path.glob("*.gguf"))
-    if ggufs and not (path / "config.json").is_file():
-        if len(ggufs) > 1:
-            raise CheckpointError(f"{path} holds {len(ggufs)} GGUF files; give the path of one, e.g. {ggufs[0]}")
-        return _read_file(str(ggufs[0]), offline, progress)
-    return read_folder(path)
+    if not ggufs or (path / "config.json").is_file():
+        return read_folder(path)
+    if len(ggufs) > 1:
+        raise CheckpointError(f"{path} holds {len(ggufs)} GGUF files; give the path of one, e.g. {ggufs[0]}")
+    return _read_file(ggufs[0])
 
 
 def read_gguf(path: Path, *, name: str, source: str, license: str | None = None) -> Checkpoint:

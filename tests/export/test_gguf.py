@@ -170,6 +170,10 @@ def test_every_end_that_the_file_names_ends_a_text(tiny):
         ("llama.logit_scale", 0.5, "logit_scale"),
         ("llama.embedding_length", 32, "embedding_length contradicts"),
         ("llama.feed_forward_length", np.array([1, 2]), "where a positive int belongs"),
+        ("llama.feed_forward_length", np.arange(5000), "where a positive int belongs"),
+        ("general.architecture", "x\n" * 500, "architecture"),
+        ("llama.attention.value_length", 8, "values of another width"),
+        ("tokenizer.ggml.tokens", ["t"] * 321, "lists 321 tokens but embeds 320"),
         ("llama.block_count", -1, "where a positive int belongs"),
         ("llama.context_length", True, "where a positive int belongs"),
         ("llama.rope.dimension_count", 8, "only a part of each head"),
@@ -183,6 +187,20 @@ def test_metadata_that_cannot_be_exported(tiny, key, value, message):
     with pytest.raises(CheckpointError, match=message) as error:
         gguf_config(file)
     assert str(tiny) in one_line(error)
+
+
+def test_a_window_makes_it_a_mistral(tiny):
+    file = GgufFile(tiny)
+    file.metadata["llama.attention.sliding_window"] = 4096
+    config = gguf_config(file)
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", 4096)
+
+
+def test_an_embedding_that_is_no_matrix_is_refused(tmp_path):
+    flat = ("token_embd.weight", np.ones(32, np.float32), GGMLQuantizationType.F32)
+    file = GgufFile(write(tmp_path / "x.gguf", [("llama.embedding_length", 32, GGUFValueType.UINT32)], [flat]))
+    with pytest.raises(CheckpointError, match="embedding_length contradicts"):
+        gguf_config(file)
 
 
 def test_missing_metadata_is_named(tiny):
