@@ -71,15 +71,13 @@ def main() -> None:
 @click.option("--force", is_flag=True, help="Replace a bundle of this name.")
 def export(model: str, output: Path, **chosen: Any) -> None:
     """Turn MODEL into a bundle: a folder, a hub id, a GGUF file or a built-in name."""
-    from rich.console import Console
-
     from specedge.runtime.progress import Phases
-    from specedge.runtime.show import export_summary
+    from specedge.runtime.show import export_summary, show
 
     chosen["drafts"] = chosen["drafts"] or ("self-int4",)
     with Phases() as phases:
         manifest = _exporting(lambda pipeline: pipeline.export(model, output, pipeline.ExportOptions(**chosen), phases))
-    Console(stderr=True).print(export_summary(manifest))
+    show(export_summary(manifest), sys.stderr)
     click.echo(f"Done: {output}\nNext:  specedge chat {_quoted(output)}", err=True)
 
 
@@ -204,10 +202,9 @@ def _talk(engine: Engine, conversation: Any, *, stats: bool, paint: bool) -> Non
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
 def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **chosen: Any) -> None:
     """Compare every method of BUNDLE with plain decoding."""
-    from rich.console import Console
-
     from specedge.runtime import bench as benchmark
     from specedge.runtime.progress import Phases
+    from specedge.runtime.show import show
 
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods is not None else None
     with Phases() as phases:
@@ -218,7 +215,7 @@ def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **
             progress=lambda done, total, contender: phases("answers", done, total),
             **chosen,
         )
-    Console().print(benchmark.table(result))
+    show(benchmark.table(result), sys.stdout)
     if out is not None:
         benchmark.write_result(result, out)
         click.echo(f"Written to {out}", err=True)
@@ -229,17 +226,15 @@ def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def inspect(bundle: Path, as_json: bool) -> None:
     """Show what BUNDLE holds, and check every file's hash."""
-    from rich.console import Console
-
     from specedge.runtime.bundle import open_bundle
     from specedge.runtime.progress import Phases
-    from specedge.runtime.show import bundle_json, bundle_table
+    from specedge.runtime.show import bundle_json, bundle_table, show
 
     opened = open_bundle(bundle)
     if as_json:
         click.echo(json.dumps(bundle_json(opened), indent=2))
     else:
-        Console().print(bundle_table(opened))
+        show(bundle_table(opened), sys.stdout)
     total = sum(entry.size for entry in opened.manifest.files.values())
     done = 0
 

@@ -15,6 +15,7 @@ from specedge.runtime.events import Event, Finish, Origin, Stats, Token
 from specedge.runtime.terminal import TerminalFilter, clean_line
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
     from specedge.runtime.bundle import Bundle, GraphSpec, Manifest
@@ -29,6 +30,7 @@ __all__ = [
     "export_summary",
     "interruptible",
     "megabytes",
+    "show",
     "speak",
     "stats_json",
     "stats_text",
@@ -36,6 +38,7 @@ __all__ = [
 
 _PAINT: Mapping[Origin, str] = {"draft": "\x1b[32m", "correction": "\x1b[31m", "bonus": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
+_WIDE = 250
 LEGEND = (
     f"{_PAINT['draft']}accepted draft{_PLAIN}  {_PAINT['correction']}correction{_PLAIN}  {_PAINT['bonus']}bonus{_PLAIN}"
 )
@@ -160,7 +163,16 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 def megabytes(size: int) -> str:
     """A size for people."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+    if size >= 1e9:
+        return f"{size / 1e9:,.2f} GB"
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+
+
+def show(renderable: RenderableType, out: TextIO) -> None:
+    """Prints a table; lines are cut to a terminal's width only where there is a terminal."""
+    from rich.console import Console
+
+    Console(file=out, width=None if out.isatty() else _WIDE).print(renderable)
 
 
 def stats_json(stats: Stats) -> dict[str, Any]:
