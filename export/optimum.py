@@ -122,7 +122,7 @@ def _describe(path: Path, config: Mapping[str, Any], capacity: int) -> GraphSpec
 
 def main(arguments: Sequence[str]) -> int:
     """Runs Optimum's exporter on the request; the exit code says whether it knows the family."""
-    from optimum.exporters.onnx import main_export
+    from optimum.exporters.onnx import main_export  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     try:
