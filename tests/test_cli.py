@@ -255,8 +255,8 @@ def exported(monkeypatch, tiny_bundle):
 
 
 def test_export(exported, tmp_path):
-    typed = "--precision int8 --draft self-int4 --draft self-int8 --capacity 512 --no-verify --revision abc --offline --force"
-    done = run("export", "some/model", "-o", tmp_path / "out folder", *typed.split())
+    typed = "--precision int8 --draft self-int4 --draft self-int8 --capacity 512 --no-verify --revision abc --offline"
+    done = run("export", "some/model", "-o", tmp_path / "out folder", "--force", *typed.split())
     assert (done.exit_code, done.stdout) == (0, ""), done.stderr
     [(model, output, options)] = exported
     assert (model, output) == ("some/model", tmp_path / "out folder")
