@@ -218,11 +218,11 @@ def _option_value(name: str, text: str, kind: str) -> Any:
         return None
     try:
         if kind.startswith("tuple"):
-            return tuple(part.encode().decode("unicode_escape") if "\\" in part else part for part in shlex.split(text))
+            return tuple(part.replace("\\n", "\n").replace("\\t", "\t") for part in shlex.split(text))
         if "int" in kind:
             return int(text)
         return float(text) if "float" in kind else text
-    except (ValueError, UnicodeError):
+    except ValueError:
         raise UsageError(f"{name} is {text!r}, which does not fit") from None
 
 

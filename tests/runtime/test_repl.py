@@ -102,7 +102,7 @@ def test_options_are_shown_changed_and_checked():
         ("max-tokens", "none", None),
         ("accept", "rejection", "rejection"),
         ("top_p", "0.9", 0.9),
-        ("stop", '"\\nUser:" end', ("\nUser:", "end")),
+        ("stop", '"\\né:" end', ("\né:", "end")),
         ("stop", "'é好'", ("é好",)),
         ("stop", "", ()),
     ],
