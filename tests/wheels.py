@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 # What a checkout may hold besides its own files; none of it may reach a wheel.
 _NOT_OURS = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "*.part")
@@ -17,7 +15,6 @@ _NOT_OURS = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-inf
 
 def build_wheel(folder: Path) -> Path:
     """The wheel of a copy of the checkout, in a folder of another name."""
-    pytest.importorskip("setuptools", minversion="77")
     source = folder / "another-name"
     shutil.copytree(ROOT, source, ignore=_NOT_OURS)
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
