@@ -108,6 +108,15 @@ def test_top_p_equals_a_full_sort(temperature: float, top_p: float, spread: floa
     np.testing.assert_allclose(law, expected / expected.sum(), atol=LAW_TOLERANCE["own reference, float64"])
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 500, 5_003, VOCAB])
+@pytest.mark.parametrize("top_k", [1, 2, 40, 1_000])
+def test_top_k_equals_a_full_sort(vocab: int, top_k: int) -> None:
+    for row in (logits(1, vocab), np.round(logits(2, vocab)), np.sort(logits(3, vocab)), np.zeros(vocab, np.float32)):
+        least = np.sort(row)[-min(top_k, vocab)]  # ties with it stay
+        law = sampler(temperature=1.0, top_k=top_k).law(row, [])
+        assert np.array_equal(np.flatnonzero(law), np.flatnonzero(row >= least))
+
+
 def test_temperature_zero_is_one_hot_at_the_penalised_argmax() -> None:
     row = np.array([2.0, 1.9, -1.0], np.float32)
     assert sampler(0).law(row, [0]).tolist() == [1.0, 0.0, 0.0]
