@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specedge.export.tolerances import DRAFT_MAX_KL, TOLERANCES
+from specedge.export.tolerances import DRAFT_MAX_KL, TOLERANCES, Bound
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import Draft, Floats, Target
 from specedge.runtime.errors import ParityError
@@ -79,14 +80,14 @@ def check_target(
     """
     from specedge.runtime.graph import Decoder
 
-    tolerance = TOLERANCES[spec.precision].graph
-    report: dict[str, Any] = {"tolerance": tolerance}
+    bound = TOLERANCES[spec.precision].graph
+    report: dict[str, Any] = _header(bound)
     with _opened(Decoder(folder / spec.file, spec, capacity=min(spec.capacity, _ROWS))) as graph:
         logits = [_chain(graph, prompt) for prompt in prompts]
-        report["pieces"] = _check_pieces(graph, prompts, logits, tolerance)
-        report["tree"] = _check_tree(graph, prompts[0], spec.vocab_size, tolerance)
-    report["standard"] = _check_standard(folder / standard, spec, prompts, logits, tolerance)
-    return {"status": "passed", **report}, logits
+        report["pieces"] = _check_pieces(graph, prompts, logits, bound)
+        report["tree"] = _check_tree(graph, prompts[0], spec.vocab_size, bound)
+    report["standard"] = _check_standard(folder / standard, spec, prompts, logits, bound)
+    return report, logits
 
 
 def check_growing(folder: Path, spec: GraphSpec, prompts: Sequence[Tokens]) -> tuple[dict[str, Any], list[Floats]]:
@@ -96,11 +97,11 @@ def check_growing(folder: Path, spec: GraphSpec, prompts: Sequence[Tokens]) -> t
     """
     from specedge.runtime.growing import GrowingDecoder
 
-    tolerance = TOLERANCES[spec.precision].graph
+    bound = TOLERANCES[spec.precision].graph
     with _opened(GrowingDecoder(folder / spec.file, spec)) as graph:
         logits = [_chain(graph, prompt) for prompt in prompts]
-        worst = _check_pieces(graph, prompts, logits, tolerance)
-    return {"status": "passed", "tolerance": tolerance, "pieces": worst}, logits
+        worst = _check_pieces(graph, prompts, logits, bound)
+    return {**_header(bound), "pieces": worst}, logits
 
 
 def check_draft(
@@ -139,8 +140,7 @@ def agreement(target: Sequence[Floats], other: Sequence[Floats], name: str) -> d
     for p, q in zip(target, other, strict=True):
         if not np.isfinite(q).all():
             raise ParityError(f"{name}: computes NaN or infinity; export in another precision")
-        log_p, log_q = _log_softmax(p), _log_softmax(q)
-        divergences.append((np.exp(log_p) * (log_p - log_q)).sum(axis=-1))
+        divergences.append(_divergence(p, q))
         same.append(p.argmax(axis=-1) == q.argmax(axis=-1))
     return {
         "kl": round(float(np.concatenate(divergences).mean()), 6),
@@ -148,24 +148,37 @@ def agreement(target: Sequence[Floats], other: Sequence[Floats], name: str) -> d
     }
 
 
-def compare(what: str, rows: Floats, reference: Floats, tolerance: float) -> float:
-    """Largest absolute difference of two arrays of logits, [rows, vocab].
+def compare(what: str, rows: Floats, reference: Floats, bound: Bound) -> float:
+    """Compares two arrays of logits, [rows, vocab].
+
+    Returns:
+        The largest absolute difference; the mean KL(reference||rows) where only that is bounded.
 
     Raises:
-        ParityError: It exceeds the tolerance, a likeliest token differs by more than a tie, or a number is not finite.
+        ParityError: The bound is exceeded, a likeliest token differs by more than a tie, or a number is not finite.
     """
     if not (np.isfinite(rows).all() and np.isfinite(reference).all()):
         raise ParityError(f"{what}: NaN or infinity in the logits; export in another precision")
+    kl = float(_divergence(reference, rows).mean())
     worst = float(np.abs(rows - reference).max())
-    ours, theirs = rows.argmax(axis=-1), reference.argmax(axis=-1)
-    row = np.arange(len(rows))
+    row, ours, theirs = np.arange(len(rows)), rows.argmax(axis=-1), reference.argmax(axis=-1)
     gap = float((reference[row, theirs] - reference[row, ours]).max())
-    if worst > tolerance or gap > tolerance:
+    if bound.absolute is not None and max(worst, gap) > bound.absolute:
         raise ParityError(
-            f"{what}: logits differ by {worst:.3g} where {tolerance:g} is allowed, the likeliest token by {gap:.3g}; "
+            f"{what}: logits differ by {worst:.3g} where {bound.absolute:g} is allowed, the likeliest by {gap:.3g}; "
             "nothing was kept; please report this model"
         )
-    return float(f"{worst:.3g}")
+    if kl > bound.kl:
+        raise ParityError(
+            f"{what}: the laws differ by KL {kl:.3g} where {bound.kl:g} is allowed; nothing was kept; "
+            "export in a higher precision, or please report this model"
+        )
+    return float(f"{kl if bound.absolute is None else worst:.3g}")
+
+
+def _header(bound: Bound) -> dict[str, Any]:
+    measure = "kl" if bound.absolute is None else "max_abs"
+    return {"status": "passed", "measure": measure, "bound": bound.kl if bound.absolute is None else bound.absolute}
 
 
 def _chain(graph: _Graph, tokens: Tokens) -> Floats:
@@ -174,14 +187,9 @@ def _chain(graph: _Graph, tokens: Tokens) -> Floats:
     return graph.forward(tokens[:1], Draft.chain(tokens[1:])).logits.copy()
 
 
-def _last(graph: _Graph, tokens: Tokens) -> Floats:
-    """Logits after the last of tokens that are committed behind what the cache holds, [1, vocab]."""
-    return graph.forward(tokens).logits[:1].copy()
-
-
-def _check_pieces(graph: _Graph, prompts: Sequence[Tokens], logits: Sequence[Floats], tolerance: float) -> float:
+def _check_pieces(graph: _Graph, prompts: Sequence[Tokens], logits: Sequence[Floats], bound: Bound) -> float:
     return max(
-        compare("running a prompt in pieces", _pieces(graph, prompt), rows, tolerance)
+        compare("running a prompt in pieces", _pieces(graph, prompt), rows, bound)
         for prompt, rows in zip(prompts, logits, strict=True)
     )
 
@@ -199,30 +207,31 @@ def _pieces(graph: _Graph, tokens: Tokens) -> Floats:
     return np.concatenate(rows)
 
 
-def _check_tree(graph: _Graph, prompt: Tokens, vocab_size: int, tolerance: float) -> float:
+def _check_tree(graph: _Graph, prompt: Tokens, vocab_size: int, bound: Bound) -> float:
     """Every node of a random tree against the chain of its own path, and a commit against a fresh run."""
     random = np.random.default_rng(1)
     tree = Draft(
         tuple(int(token) for token in random.integers(vocab_size, size=_NODES)),
         tuple(int(random.integers(-1, node)) for node in range(_NODES)),
     )
+    paths = [_path(tree, node) for node in range(_NODES)]
     graph.rewind(0)
-    rows = graph.forward(prompt, tree).logits.copy()
-    worst = 0.0
-    deepest: list[int] = []
-    for node in range(_NODES):
-        path = _path(tree, node)
-        deepest = max(deepest, path, key=len)
+    rows = graph.forward(prompt, tree).logits[1:].copy()
+    chains = []
+    for path in paths:
         graph.rewind(0)
-        chain = graph.forward(prompt, Draft.chain([tree.tokens[step] for step in path])).logits
-        worst = max(worst, compare("a token tree", rows[node + 1][None], chain[len(path)][None], tolerance))
+        chain = graph.forward(prompt, Draft.chain([tree.tokens[node] for node in path])).logits
+        chains.append(chain[len(path)].copy())
+    worst = compare("a token tree", rows, np.array(chains), bound)
+    deepest = max(paths, key=len)
     graph.rewind(0)
     graph.forward(prompt, tree)
     graph.commit(deepest)
-    after = _last(graph, prompt[:1])
+    after = graph.forward(prompt[:1], Draft.chain(prompt[1:8])).logits.copy()
     graph.rewind(0)
-    fresh = _last(graph, [*prompt, *(tree.tokens[step] for step in deepest), prompt[0]])
-    return max(worst, compare("committing a path of a tree", after, fresh, tolerance))
+    whole = [*prompt, *(tree.tokens[node] for node in deepest), prompt[0]]
+    fresh = graph.forward(whole, Draft.chain(prompt[1:8])).logits
+    return max(worst, compare("committing a path of a tree", after, fresh, bound))
 
 
 def _path(tree: Draft, node: int) -> list[int]:
@@ -234,13 +243,13 @@ def _path(tree: Draft, node: int) -> list[int]:
 
 
 def _check_standard(
-    path: Path, spec: GraphSpec, prompts: Sequence[Tokens], logits: Sequence[Floats], tolerance: float
+    path: Path, spec: GraphSpec, prompts: Sequence[Tokens], logits: Sequence[Floats], bound: Bound
 ) -> float:
     from specedge.runtime.growing import GrowingDecoder
 
     with _opened(GrowingDecoder(path, spec)) as graph:
         return max(
-            compare("the standard graph", rows, reference, tolerance)
+            compare("the standard graph", rows, reference, bound)
             for prompt, reference in zip(prompts, logits, strict=True)
             for rows in (_chain(graph, prompt), _pieces(graph, prompt))
         )
@@ -256,7 +265,14 @@ def _opened(graph: _Graph) -> Iterator[_Graph]:
         gc.collect()
 
 
-def _log_softmax(logits: Floats) -> Floats:
+def _divergence(p: Floats, q: Floats) -> NDArray[np.float64]:
+    """KL(p||q) of each row, in nats."""
+    log_p, log_q = _log_softmax(p), _log_softmax(q)
+    rows: NDArray[np.float64] = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    return rows
+
+
+def _log_softmax(logits: Floats) -> NDArray[np.float64]:
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
