@@ -128,6 +128,8 @@ def chat(
 
     With PROMPT, or a prompt on standard input, it answers once.
     """
+    from specedge.runtime.providers import share_threads
+
     options = Options(**chosen)
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace")
@@ -135,6 +137,7 @@ def chat(
         raise PromptError("the prompt is empty: give it some text")
     if prompt is None and as_json:
         raise UsageError("--json needs a prompt: give one after the bundle, or on standard input")
+    share_threads(threads)
     engine = _open(bundle, threads)
     try:
         _converse(engine, prompt, system, options, stats=stats, show_drafts=show_drafts, as_json=as_json)
@@ -204,8 +207,10 @@ def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **
     """Compare every method of BUNDLE with plain decoding."""
     from specedge.runtime import bench as benchmark
     from specedge.runtime.progress import Phases
+    from specedge.runtime.providers import share_threads
     from specedge.runtime.show import show
 
+    share_threads(chosen["threads"])
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods is not None else None
     with Phases() as phases:
         result = benchmark.run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from time import perf_counter
 from typing import Protocol
 
@@ -32,7 +32,7 @@ def generate(
     tokens: list[int],
     stop: Stop,
     draft_length: int,
-) -> Iterator[Round]:
+) -> Generator[Round, None, None]:
     """Extends `tokens` in place, a round at a time, with text that has the verifier's law.
 
     The cache holds every committed token but the newest, so a round always runs what the cache
