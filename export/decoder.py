@@ -39,6 +39,7 @@ def write_decoder(
     capacity: int,
     device: str = "cpu",
     standard: bool = False,
+    draft: bool = False,
     on_tensor: Callable[[int], None] | None = None,
 ) -> GraphSpec:
     """Writes folder/<stem>.onnx, its weights and, with `standard`, folder/model.onnx over the same weights.
@@ -54,6 +55,7 @@ def write_decoder(
         capacity: Most rows the cache may hold.
         device: "cpu" or "cuda".
         standard: Also write the standard graph.
+        draft: The model drafts: it gets the number format that is fastest for one row.
         on_tensor: Told how many bytes were just written.
 
     Returns:
@@ -64,7 +66,7 @@ def write_decoder(
         CheckpointError: The checkpoint is broken, or (UnsupportedModelError) no builder covers it.
         StorageError: A file cannot be written.
     """
-    form = find_format(precision, device)
+    form = find_format(precision, device, draft=draft)
     decoder = read_decoder(checkpoint, form, capacity)
     sizes = decoder.dimensions
     if not 0 < capacity <= sizes.positions:

@@ -93,6 +93,7 @@ class Plan:
             capacity=self.capacity,
             device=self.device,
             standard=stem == "target",
+            draft=stem == "draft",
             on_tensor=on_tensor,
         )
         return replace(spec, file=f"{where}/{spec.file}")
@@ -128,7 +129,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
         parameters,
         largest,
         find_format(precision, options.device),
-        [find_format(DRAFTS[name], options.device) for name in drafts],
+        [find_format(DRAFTS[name], options.device, draft=True) for name in drafts],
         check=options.verify,
         torch=torch and options.verify,
     )

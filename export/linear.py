@@ -33,8 +33,8 @@ __all__ = [
 
 Matrix = NDArray[np.float32]
 
-_MIDDLE = 128  # x86 multiplies uint8 by int8
-_TINIEST = 1e-10  # a row of zeros has a scale too
+_TOP, _MIDDLE = 127, 128  # of rounded activations, which are uint8 because x86 multiplies uint8 by int8
+_TINIEST = 1e-10  # a row of zeros is not divided by zero
 
 
 class Linear(Protocol):
@@ -80,13 +80,15 @@ class BlockLinear:
 
     def __init__(self, form: Format) -> None:
         self._form = form
+        self._inputs: dict[str, int] = {}  # the stored shape has only whole blocks
 
     def store(self, weights: WeightFile, name: str, matrix: Matrix, bias: Matrix | None = None) -> None:
+        self._inputs[name] = matrix.shape[1]
         store_blocks(weights, f"{name}.weight", matrix, self._form)
         _store_bias(weights, name, bias, self._form)
 
     def apply(self, graph: GraphBuilder, x: str, name: str) -> str:
-        return _add_bias(graph, multiply_blocks(graph, x, f"{name}.weight", self._form), name)
+        return _add_bias(graph, multiply_blocks(graph, x, f"{name}.weight", self._form, self._inputs[name]), name)
 
 
 class ColumnLinear:
@@ -127,17 +129,16 @@ def block_parameters(graph: GraphBuilder, name: str) -> tuple[str, ...]:
     return tuple(graph.weight(parameter) for parameter in parameters if parameter in graph.weights)
 
 
-def multiply_blocks(graph: GraphBuilder, x: str, name: str, form: Format) -> str:
-    """x, [..., in], times a weight that `store_blocks` wrote."""
-    outputs, count, _ = graph.weights.tensor(name).dims
+def multiply_blocks(graph: GraphBuilder, x: str, name: str, form: Format, inputs: int) -> str:
+    """x, [..., inputs], times a weight that `store_blocks` wrote."""
     return graph.op(
         "MatMulNBits",
         x,
         graph.weight(name),
         *block_parameters(graph, name),
         domain=MICROSOFT,
-        K=count * form.block_size,
-        N=outputs,
+        K=inputs,
+        N=graph.weights.tensor(name).dims[0],
         bits=form.bits,
         block_size=form.block_size,
         accuracy_level=4,
@@ -153,22 +154,14 @@ def store_columns(weights: WeightFile, name: str, matrix: Matrix) -> None:
 
 def multiply_columns(graph: GraphBuilder, x: str, name: str) -> str:
     """x, [..., in], times a weight that `store_columns` wrote; products of the same x share its rounding."""
-    rows, scale = _round_rows(graph, x)
-    one, middle = graph.number(1.0), graph.number(_MIDDLE, "uint8")
-    weight, scales = graph.weight(name), graph.weight(f"{name}.scales")
-    product = graph.op("MatMulIntegerToFloat", rows, weight, one, scales, middle, domain=MICROSOFT)
-    return graph.op("Mul", product, scale)
-
-
-def _round_rows(graph: GraphBuilder, x: str) -> tuple[str, str]:
-    """Rounds x to uint8 around 128 with a scale for each row; returns both names.
-
-    One scale for all rows (DynamicQuantizeMatMul) would make a row depend on its neighbours.
-    """
+    unit, middle = graph.number(1 / _TOP), graph.number(_MIDDLE, "uint8")
+    # One scale for all rows (DynamicQuantizeMatMul) would make a row depend on its neighbours.
     largest = graph.shared("ReduceMax", graph.shared("Abs", x), graph.integers(-1), keepdims=1)
-    scale = graph.shared("Max", graph.shared("Mul", largest, graph.number(1 / 127)), graph.number(_TINIEST))
-    units = graph.shared("Div", x, scale)
-    return graph.shared("QuantizeLinear", units, graph.number(1.0), graph.number(_MIDDLE, "uint8")), scale
+    largest = graph.shared("Max", largest, graph.number(_TINIEST))
+    rows = graph.shared("QuantizeLinear", graph.shared("Div", x, largest), unit, middle)
+    weight, scales = graph.weight(name), graph.weight(f"{name}.scales")
+    product = graph.op("MatMulIntegerToFloat", rows, weight, unit, scales, middle, domain=MICROSOFT)
+    return graph.op("Mul", product, largest)
 
 
 def _store_bias(weights: WeightFile, name: str, bias: NDArray[Any] | None, form: Format) -> None:

@@ -66,18 +66,20 @@ class BlockVocabulary:
 
     def __init__(self, form: Format) -> None:
         self._form = replace(form, bits=form.head_bits or form.bits)
+        self._hidden = 0
 
     def store(self, weights: WeightFile, embedding: Matrix, head: Matrix | None) -> None:
         for name, matrix in ((EMBEDDING, embedding), (HEAD, head)):
             if matrix is not None:
                 store_blocks(weights, f"{name}.weight", matrix, self._form)
+        self._hidden = embedding.shape[1]
         table = f"{EMBEDDING}.weight"
         rows, count, packed = weights.tensor(table).dims
         weights.alias(f"{EMBEDDING}.table", table, (rows, count * packed))
 
     def embed(self, graph: GraphBuilder, ids: str) -> str:
         scales, *zeros = block_parameters(graph, f"{EMBEDDING}.weight")
-        return graph.op(
+        rows = graph.op(
             "GatherBlockQuantized",
             graph.weight(f"{EMBEDDING}.table"),
             ids,
@@ -89,9 +91,13 @@ class BlockVocabulary:
             block_size=self._form.block_size,
             bits=self._form.bits,
         )
+        if self._hidden % self._form.block_size == 0:
+            return rows
+        # The last block of a row is padded.
+        return graph.op("Slice", rows, graph.integers(0), graph.integers(self._hidden), graph.integers(-1))
 
     def logits(self, graph: GraphBuilder, rows: str) -> str:
-        return multiply_blocks(graph, rows, _head(graph), self._form)
+        return multiply_blocks(graph, rows, _head(graph), self._form, self._hidden)
 
 
 class ColumnVocabulary:

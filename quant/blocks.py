@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Blocks", "dequantise_blocks", "quantise_blocks"]
+__all__ = ["Blocks", "dequantise_blocks", "pack_values", "quantise_blocks", "unpack_values"]
 
 Matrix = NDArray[np.float32]
 
@@ -65,20 +65,20 @@ def quantise_blocks(
         blocks = blocks.reshape(-1, count, block_size)
         scale, zero = (_symmetric if symmetric else _asymmetric)(blocks, bits, scale_dtype)
         whole = _round(blocks, scale, zero, bits)
-        values[part], scales[part] = _pack(whole, bits), scale
+        values[part], scales[part] = pack_values(whole, bits), scale
         if zeros is not None:
-            zeros[part] = _pack(zero.astype(np.uint8), bits)
+            zeros[part] = pack_values(zero.astype(np.uint8), bits)
     return Blocks(values, scales, zeros, bits, block_size, width)
 
 
 def dequantise_blocks(blocks: Blocks) -> Matrix:
     """The weight [out, in] that MatMulNBits computes with."""
     rows, count = blocks.scales.shape
-    values = _unpack(blocks.values, blocks.bits).astype(np.float32)
+    values = unpack_values(blocks.values, blocks.bits).astype(np.float32)
     if blocks.zero_points is None:
         values -= 1 << (blocks.bits - 1)
     else:
-        values -= _unpack(blocks.zero_points, blocks.bits)[:, :count, None]
+        values -= unpack_values(blocks.zero_points, blocks.bits)[:, :count, None]
     values *= blocks.scales.astype(np.float32)[:, :, None]
     return values.reshape(rows, -1)[:, : blocks.width]
 
@@ -93,8 +93,9 @@ def _symmetric(blocks: Matrix, bits: int, dtype: str) -> tuple[Matrix, Matrix]:
 def _asymmetric(blocks: Matrix, bits: int, dtype: str) -> tuple[Matrix, Matrix]:
     """Scale and zero point of each block, [out, blocks]."""
     top = (1 << bits) - 1
-    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
-    scale = _storable((high - low) / top, dtype)
+    low = np.minimum(blocks.min(-1), np.float32(0))
+    span: Matrix = np.maximum(blocks.max(-1), np.float32(0)) - low
+    scale = _storable(span / np.float32(top), dtype)
     zero = np.divide(-low, scale, out=np.zeros_like(low), where=scale != 0)
     return scale, np.clip(np.rint(zero), 0, top)
 
@@ -110,16 +111,18 @@ def _round(blocks: Matrix, scale: Matrix, zero: Matrix, bits: int) -> NDArray[np
     return np.clip(np.rint(units) + zero[..., None], 0, (1 << bits) - 1).astype(np.uint8)
 
 
-def _pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+def pack_values(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """Two 4-bit values a byte along the last axis, the first in the low half."""
     if bits == 8:
         return values
     if values.shape[-1] % 2:
         values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
-    return values[..., 0::2] | (values[..., 1::2] << 4)
+    packed: NDArray[np.uint8] = values[..., 0::2] | (values[..., 1::2] << 4)
+    return packed
 
 
-def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+def unpack_values(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Undoes `pack_values`."""
     if bits == 8:
         return packed
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)

@@ -12,7 +12,7 @@ __all__ = ["Columns", "dequantise_columns", "quantise_columns"]
 Matrix = NDArray[np.float32]
 
 _TOP = 127
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # weights rounded at a time, which bounds the temporary arrays
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Columns:
 
 def quantise_columns(matrix: Matrix) -> Columns:
     """Rounds a weight [out, in]; each output's largest magnitude becomes 127."""
-    scales = np.abs(matrix).max(-1).astype(np.float32) / np.float32(_TOP)
+    scales = np.maximum(matrix.max(-1), -matrix.min(-1)).astype(np.float32) / np.float32(_TOP)
     scales[scales == 0] = 1.0
     values = np.empty(matrix.shape, np.int8)
     step = max(1, _CHUNK // matrix.shape[1])
