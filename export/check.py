@@ -8,7 +8,6 @@ weights are the checkpoint's is for torch_check.py to say.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.export.memory import release_memory
 from specedge.export.tolerances import DRAFT_MAX_KL, TOLERANCES, Bound
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import Draft, Floats, Target
@@ -262,7 +262,7 @@ def _opened(graph: _Graph) -> Iterator[_Graph]:
         yield graph
     finally:
         graph.close()
-        gc.collect()
+        release_memory()
 
 
 def _divergence(p: Floats, q: Floats) -> NDArray[np.float64]:

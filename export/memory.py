@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import os
 from dataclasses import dataclass
 
 from specedge.export.checkpoint import Tensors
 from specedge.quant.formats import Format
 
-__all__ = ["Estimate", "count_parameters", "estimate", "stored_bytes"]
+__all__ = ["Estimate", "count_parameters", "estimate", "release_memory", "stored_bytes"]
 
 _BASE = 220 << 20  # Python, numpy, onnx and ONNX Runtime
 _TORCH = 480 << 20  # the same with PyTorch and transformers
@@ -75,3 +78,11 @@ def estimate(
     if check and torch:
         peaks.append(_TORCH + 4 * (parameters + 2 * largest))
     return Estimate(stored + sum(drafted) + (16 << 20), max(peaks), stored, sum(drafted))
+
+
+def release_memory() -> None:
+    """Gives freed memory back to the system, which malloc alone puts off, before the next model is loaded."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:  # glibc
+        trim(0)

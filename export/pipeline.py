@@ -12,6 +12,7 @@ from specedge import __version__
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.graphs import Graphs, make_plan
 from specedge.export.interop import generation_config, token_ids, write_interop
+from specedge.export.memory import release_memory
 from specedge.export.options import DRAFTS, PHASES, ExportOptions, Progress
 from specedge.export.writer import check_name, check_space, staged
 from specedge.runtime.bundle import FileEntry, Manifest, hash_file, open_bundle, write_manifest
@@ -120,6 +121,7 @@ def _check(folder: Path, checkpoint: Checkpoint, graphs: Graphs, report: Progres
         drafts[name] = check_draft(folder, name, spec, prompts, logits)
     report("self-check", steps, steps)
     report("parity check", 0, 1)
+    release_memory()
     parity = check_pytorch(checkpoint.path, target.precision, prompts, logits)
     report("parity check", 1, 1)
     return {"self": own, "drafts": drafts, "pytorch": parity}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -252,3 +256,55 @@ class TestBuiltin:
         assert len(self.resolved) == 2
         assert names(folder.parent) == {"smollm2-135m"}
         open_bundle(folder, verify=True)
+
+
+WATCHED = """
+import json, sys
+from pathlib import Path
+from specedge.export.pipeline import ExportOptions, export
+from specedge.runtime.errors import DownloadError
+try:
+    manifest = export("smollm2-135m", Path(sys.argv[1]))
+except DownloadError as error:
+    sys.exit(f"cannot be fetched: {error}")
+print(json.dumps(manifest.checks))
+"""
+FP32_WEIGHTS = 4 * 134_515_008
+
+
+@pytest.mark.model
+def test_the_real_model_takes_no_more_memory_than_it_may(tmp_path):
+    """At most 2.5 times the fp32 weights, of all processes together (resident pages, sampled)."""
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("needs Linux's /proc")
+    command = [sys.executable, "-c", WATCHED, str(tmp_path / "bundle")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, sum(resident(pid) for pid in family(process.pid)))
+        time.sleep(0.05)
+    output, errors = process.communicate()
+    if process.returncode and "cannot be fetched" in errors and os.environ.get("CI") != "true":
+        pytest.skip(errors.strip())
+    assert process.returncode == 0, errors
+    checks = json.loads(output)
+    assert checks["self"]["status"] == "passed"
+    assert checks["drafts"]["self-int4"]["status"] == "passed"
+    assert 2 * FP32_WEIGHTS / 4 < peak <= 2.5 * FP32_WEIGHTS
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []  # it has ended
+    return [pid, *(one for child in children for one in family(int(child)))]
+
+
+def resident(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Rss:"))
