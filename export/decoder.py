@@ -113,7 +113,7 @@ def _speculative_graph(decoder: Decoder, weights: WeightFile) -> ModelProto:
     graph.op("Unsqueeze", scores, graph.integers(0), name=Names.LOGITS)
     graph.output(Names.LOGITS, "float32", [1, _LOGIT_ROWS, sizes.vocab_size])
     graph.output(Names.HIDDEN, "float32", [1, _ROWS, sizes.hidden_size])
-    cache = [1, sizes.kv_heads, _CAPACITY, sizes.head_dim]
+    cache: list[int | str] = [1, sizes.kv_heads, _CAPACITY, sizes.head_dim]
     for layer in range(sizes.layers):
         for kind in ("key", "value"):
             graph.input(Names.past(layer, kind), dtype, cache)

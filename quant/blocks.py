@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ class Blocks:
     """
 
     values: NDArray[np.uint8]
-    scales: NDArray[np.floating]
+    scales: NDArray[np.floating[Any]]
     zero_points: NDArray[np.uint8] | None
     bits: int
     block_size: int
@@ -93,14 +94,14 @@ def _symmetric(blocks: Matrix, bits: int, dtype: str) -> tuple[Matrix, Matrix]:
 def _asymmetric(blocks: Matrix, bits: int, dtype: str) -> tuple[Matrix, Matrix]:
     """Scale and zero point of each block, [out, blocks]."""
     top = (1 << bits) - 1
-    low = np.minimum(blocks.min(-1), np.float32(0))
-    span: Matrix = np.maximum(blocks.max(-1), np.float32(0)) - low
-    scale = _storable(span / np.float32(top), dtype)
+    low: Matrix = np.minimum(blocks.min(-1), 0)
+    high: Matrix = np.maximum(blocks.max(-1), 0)
+    scale = _storable((high - low) / np.float32(top), dtype)
     zero = np.divide(-low, scale, out=np.zeros_like(low), where=scale != 0)
     return scale, np.clip(np.rint(zero), 0, top)
 
 
-def _storable(scale: Matrix, dtype: str) -> Matrix:
+def _storable(scale: NDArray[np.floating[Any]], dtype: str) -> Matrix:
     """The scale as it will be stored, so that weights are rounded with what they are multiplied with."""
     return scale.astype(dtype).astype(np.float32)
 
@@ -117,7 +118,7 @@ def pack_values(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return values
     if values.shape[-1] % 2:
         values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
-    packed: NDArray[np.uint8] = values[..., 0::2] | (values[..., 1::2] << 4)
+    packed: NDArray[np.uint8] = np.bitwise_or(values[..., 0::2], np.left_shift(values[..., 1::2], np.uint8(4)))
     return packed
 
 
