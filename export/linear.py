@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.weights import WeightFile
-from specedge.quant.blocks import quantise_blocks
+from specedge.quant.affine import quantise_affine, summing_matrix
+from specedge.quant.blocks import Blocks, quantise_blocks
 from specedge.quant.columns import quantise_columns
 from specedge.quant.formats import Format
 
 __all__ = [
+    "AffineLinear",
     "BlockLinear",
     "ColumnLinear",
     "DenseLinear",
@@ -91,6 +93,39 @@ class BlockLinear:
         return _add_bias(graph, multiply_blocks(graph, x, f"{name}.weight", self._form, self._inputs[name]), name)
 
 
+class AffineLinear:
+    """4-bit blocks with a real minimum: sums of the input over blocks are further inputs (quant/affine.py).
+
+    Products of the same input share its sums. A width of partial blocks falls back to plain blocks.
+    """
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+        self._plain = BlockLinear(form)
+        self._inputs: dict[str, tuple[int, int]] = {}
+
+    def store(self, weights: WeightFile, name: str, matrix: Matrix, bias: Matrix | None = None) -> None:
+        width, size = matrix.shape[1], self._form.block_size
+        if width % size:
+            self._plain.store(weights, name, matrix, bias)
+            return
+        blocks = quantise_affine(matrix, block_size=size, scale_dtype=self._form.dtype)
+        _add_blocks(weights, f"{name}.weight", blocks)
+        _store_bias(weights, name, bias, self._form)
+        sums = _sums(width)
+        if sums not in weights:
+            weights.add(sums, summing_matrix(width, size).astype(self._form.dtype))
+        self._inputs[name] = (width, blocks.width)
+
+    def apply(self, graph: GraphBuilder, x: str, name: str) -> str:
+        if name not in self._inputs:
+            return self._plain.apply(graph, x, name)
+        width, total = self._inputs[name]
+        sums = graph.shared("MatMul", x, graph.weight(_sums(width)))
+        wide = graph.shared("Concat", x, sums, axis=-1)
+        return _add_bias(graph, multiply_blocks(graph, wide, f"{name}.weight", self._form, total), name)
+
+
 class ColumnLinear:
     """int8 with a scale for each output, times activations rounded to int8 with a scale for each row."""
 
@@ -108,6 +143,7 @@ class ColumnLinear:
 _KINDS: dict[str, Callable[[Format], Linear]] = {
     "dense": DenseLinear,
     "blocks": BlockLinear,
+    "affine": AffineLinear,
     "columns": ColumnLinear,
 }
 
@@ -117,10 +153,7 @@ def store_blocks(weights: WeightFile, name: str, matrix: Matrix, form: Format) -
     blocks = quantise_blocks(
         matrix, bits=form.bits, block_size=form.block_size, symmetric=form.symmetric, scale_dtype=form.dtype
     )
-    weights.add(name, blocks.values)
-    weights.add(f"{name}.scales", blocks.scales)
-    if blocks.zero_points is not None:
-        weights.add(f"{name}.zero_points", blocks.zero_points)
+    _add_blocks(weights, name, blocks)
 
 
 def block_parameters(graph: GraphBuilder, name: str) -> tuple[str, ...]:
@@ -162,6 +195,17 @@ def multiply_columns(graph: GraphBuilder, x: str, name: str) -> str:
     weight, scales = graph.weight(name), graph.weight(f"{name}.scales")
     product = graph.op("MatMulIntegerToFloat", rows, weight, unit, scales, middle, domain=MICROSOFT)
     return graph.op("Mul", product, largest)
+
+
+def _add_blocks(weights: WeightFile, name: str, blocks: Blocks) -> None:
+    weights.add(name, blocks.values)
+    weights.add(f"{name}.scales", blocks.scales)
+    if blocks.zero_points is not None:
+        weights.add(f"{name}.zero_points", blocks.zero_points)
+
+
+def _sums(width: int) -> str:
+    return f"block_sums_{width}"
 
 
 def _store_bias(weights: WeightFile, name: str, bias: NDArray[Any] | None, form: Format) -> None:

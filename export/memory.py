@@ -13,6 +13,7 @@ from specedge.quant.formats import Format
 
 __all__ = ["Estimate", "count_parameters", "estimate", "release_memory", "stored_bytes"]
 
+_SUMS = 0.12  # affine blocks: two more blocks for each block of blocks, and padding
 _BASE = 220 << 20  # Python, numpy, onnx and ONNX Runtime
 _TORCH = 480 << 20  # the same with PyTorch and transformers
 
@@ -45,13 +46,20 @@ def count_parameters(tensors: Tensors, tied_head: str | None = None) -> tuple[in
     return sum(sizes), max(sizes, default=0)
 
 
-def stored_bytes(parameters: int, form: Format) -> int:
-    """Bytes that weights take in a number format, scales and zero points included."""
-    size = parameters * form.bits / 8
-    if form.kind == "blocks":
+def stored_bytes(parameters: int, largest: int, form: Format) -> int:
+    """Bytes that weights take in a number format, scales and zero points included.
+
+    Args:
+        parameters, largest: From `count_parameters`; the largest is taken for the vocabulary matrix.
+        form: The number format.
+    """
+    size = parameters * form.bits / 8 + largest * ((form.head_bits or form.bits) - form.bits) / 8
+    if form.kind in ("blocks", "affine"):
         scale = 4 if form.dtype == "float32" else 2
         zero = 0.0 if form.symmetric else form.bits / 8
         size += parameters / form.block_size * (scale + zero)
+    if form.kind == "affine":
+        size *= 1 + _SUMS
     return math.ceil(size * 1.01)
 
 
@@ -70,8 +78,8 @@ def estimate(
         check: Whether the graphs will be run.
         torch: Whether PyTorch will be run.
     """
-    stored = stored_bytes(parameters, target)
-    drafted = [stored_bytes(parameters, form) for form in drafts]
+    stored = stored_bytes(parameters, largest, target)
+    drafted = [stored_bytes(parameters, largest, form) for form in drafts]
     peaks = [_BASE + 3 * 4 * largest]
     if check:
         peaks.append(_BASE + 2 * max([stored, *drafted]))

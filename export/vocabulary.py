@@ -125,6 +125,7 @@ class ColumnVocabulary:
 _KINDS: dict[str, Callable[[Format], Vocabulary]] = {
     "dense": DenseVocabulary,
     "blocks": BlockVocabulary,
+    "affine": BlockVocabulary,
     "columns": ColumnVocabulary,
 }
 
