@@ -23,6 +23,7 @@ from specedge.runtime.bench_report import OTHER_BUNDLE, PLAIN, summarise, table,
 from specedge.runtime.errors import UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.options import DEFAULT_DRAFT_LENGTH, Options
+from specedge.runtime.overhead import loop_cost
 
 if TYPE_CHECKING:
     from specedge.runtime.engine import Engine
@@ -92,7 +93,8 @@ def run(
         progress: Told of each answer.
 
     Returns:
-        What `specedge bench --out` writes; the docstring of `bench_report.summarise` defines the numbers.
+        What `specedge bench --out` writes; the docstrings of `bench_report.summarise` and
+        `overhead.loop_cost` define the numbers.
 
     Raises:
         UsageError: A bad prompt file, an unknown method, a baseline of another model.
@@ -117,6 +119,7 @@ def run(
             "max_tokens": max_tokens,
             "draft_length": draft_length,
             "methods": summarise([prompt.category for prompt, _ in asked], replies),
+            "loop": loop_cost(engines[0]),
             "notes": _notes(replies),
             "load_average": {"before": load, "after": _load_average()},
             "versions": _versions(),

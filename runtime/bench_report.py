@@ -115,6 +115,11 @@ def table(result: Mapping[str, Any]) -> Group:
         blocks = [block["categories"][category] for block in methods.values()]
         by_category.add_row(escape(category), *(f"{_times(one)} ({_number(one['tau'])})" for one in blocks))
     notes = [*result["notes"]]
+    if loop := result["loop"]:
+        notes.append(
+            f"plain decoding through the loop: {loop['loop_ms']} ms a token, {loop['ratio']} x a bare pass of "
+            f"{loop['bare_ms']} ms; host time of a round of 8 rows: {loop['host_ms']} ms"
+        )
     if result["skipped"]:
         notes.append(f"{result['skipped']} prompts skipped: too long for the context")
     return Group(overall, by_category, *(Text(note) for note in notes))

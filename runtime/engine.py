@@ -68,6 +68,11 @@ class Engine:
         return self._bundle.manifest
 
     @property
+    def target(self) -> Target:
+        """The model that verifies, with its cache."""
+        return self._session.target
+
+    @property
     def capacity(self) -> int:
         """Most tokens that prompt and reply may have together."""
         return self._session.target.capacity

@@ -66,6 +66,7 @@ class Decoder:
         _check_interface(self._session, spec, path)
         self._cache = Cache(spec, rows)
         self._bindings: dict[tuple[int, int], _Binding] = {}
+        self._last: _Binding | None = None
         self._nodes = 0
 
     @property
@@ -98,9 +99,16 @@ class Decoder:
         self._cache.rewind(length)
         self._nodes = 0
 
+    def repeat(self) -> None:
+        """Runs the last pass again, over the same buffers and cache rows: a bare pass, for measurements."""
+        if self._last is None:
+            raise ValueError("there is no pass to repeat")
+        self._last.run()
+
     def close(self) -> None:
         """Frees the session and the cache."""
         self._bindings.clear()
+        self._last = None
         del self._session, self._cache
 
     def _pass(self, pending: Sequence[int], draft: Draft) -> Rows:
@@ -109,7 +117,7 @@ class Decoder:
         # A pass as wide as the cache is a first prompt to GroupQueryAttention, which then reads one position only.
         room = min(self.capacity - start, self.capacity - 1)
         width = next((w for w in _WIDTHS if used <= w <= room), used)
-        binding = self._binding(width, 1 + nodes)
+        binding = self._last = self._binding(width, 1 + nodes)
         binding.fill_tokens(pending, draft, start)
         binding.fill_mask(start, committed, draft)
         binding.run()
@@ -203,6 +211,9 @@ def check_room(target: Any, pending: Sequence[int], draft: Draft) -> None:
     rows = len(pending) + len(draft.tokens)
     if target.length + rows > target.capacity:
         raise ValueError(f"{target.length} rows and {rows} more do not fit into a cache of {target.capacity}")
+    if rows == target.capacity and not draft.is_chain:
+        # GroupQueryAttention takes a pass as wide as the cache for a first prompt and reads one position only.
+        raise ValueError("a token tree cannot fill an empty cache in one pass")
     vocab = target.spec.vocab_size
     if min(pending) < 0 or max(pending) >= vocab or any(not 0 <= token < vocab for token in draft.tokens):
         raise ValueError(f"a token id is outside the vocabulary of {vocab}")

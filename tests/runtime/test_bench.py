@@ -41,6 +41,7 @@ class FakeEngine:
     closed: bool = False
 
     methods = ("none", "draft:self-int4", "ngram")
+    target = None
 
     def __post_init__(self) -> None:
         graph = SimpleNamespace(capacity=64, precision="fp32")

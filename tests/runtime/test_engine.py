@@ -14,6 +14,7 @@ from specedge.runtime.engine import Engine
 from specedge.runtime.errors import BundleError, PromptError, UsageError
 from specedge.runtime.events import Finish, Token
 from specedge.runtime.options import Options
+from specedge.runtime.overhead import loop_cost
 
 PROMPT = "def reverse(text): return"
 # A random model says one token over and over where nothing keeps it from that.
@@ -284,6 +285,20 @@ def test_a_bundle_damaged_in_any_file_is_refused(tiny_bundle, tmp_path):
         with pytest.raises(BundleError, match="altered"):
             Engine(copy, threads=1)
         shutil.rmtree(copy)
+
+
+def test_what_the_loop_adds_is_measured_and_leaves_no_trace(engine):
+    expected = collect(engine.generate(PROMPT, FREE))[1]
+    cost = loop_cost(engine)
+    assert cost["ratio"] == pytest.approx(cost["loop_ms"] / cost["bare_ms"], rel=0.5)
+    assert 0 < cost["host_ms"] < cost["loop_ms"] * 100
+    again = collect(engine.generate(PROMPT, FREE))[1]
+    assert (again.ids, again.stats.cached_tokens) == (expected.ids, 0)
+
+
+def test_a_cache_too_small_for_the_measurement(tiny_bundle):
+    with Engine(tiny_bundle, threads=1, capacity=64) as small:
+        assert loop_cost(small) is None
 
 
 def test_an_engine_that_is_closed_frees_its_models(tiny_bundle):

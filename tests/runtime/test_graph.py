@@ -166,6 +166,19 @@ def test_misuse_is_refused_before_the_graph_sees_it(decoder):
     assert decoder.forward([4], EMPTY_DRAFT).logits.shape == (1, 160)
 
 
+def test_a_tree_as_wide_as_the_cache_is_refused(graph, checkpoint, close):
+    """GroupQueryAttention would take it for a first prompt; one row fewer is right."""
+    decoder = Decoder(*graph, capacity=16, threads=1)
+    rng = np.random.default_rng(8)
+    with pytest.raises(ValueError, match="cannot fill an empty cache"):
+        decoder.forward([1], Draft((2,) * 15, (-1,) * 15))
+    draft = random_draft(rng, 14)
+    rows = decoder.forward([1], draft)
+    for node, path in paths(draft):
+        chain = np.array([1, *(draft.tokens[at] for at in path)])
+        close(rows.logits[node + 1], forward(checkpoint, chain)[0][-1])
+
+
 def test_a_smaller_cache_than_exported(graph, checkpoint, close):
     decoder = Decoder(*graph, capacity=16, threads=1)
     ids = np.random.default_rng(7).integers(0, 160, 12)
