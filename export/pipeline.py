@@ -122,7 +122,7 @@ def _check(folder: Path, checkpoint: Checkpoint, graphs: Graphs, report: Progres
     report("self-check", steps, steps)
     report("parity check", 0, 1)
     release_memory()
-    parity = check_pytorch(checkpoint.path, target.precision, prompts, logits)
+    parity = check_pytorch(checkpoint.path, target.precision, prompts, logits, checkpoint.config)
     report("parity check", 1, 1)
     return {"self": own, "drafts": drafts, "pytorch": parity}
 

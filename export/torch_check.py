@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,17 @@ _TIMEOUT_SECONDS = 3600
 
 
 def check_pytorch(
-    path: Path, precision: str, prompts: Sequence[Sequence[int]], logits: Sequence[Floats]
+    path: Path,
+    precision: str,
+    prompts: Sequence[Sequence[int]],
+    logits: Sequence[Floats],
+    config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Compares the target's logits with those of PyTorch in fp32.
 
     Args:
         path: Folder in Hugging Face layout or GGUF file.
+        config: The checkpoint's config.json; of a GGUF file it tells transformers what it would ignore.
         precision: Of the target graph.
         prompts: Token ids.
         logits: The target's, one array [tokens, vocab] a prompt.
@@ -51,7 +56,7 @@ def check_pytorch(
     if missing:
         return {"status": "skipped", "reason": f"{missing} not installed"}
     with tempfile.TemporaryDirectory(prefix="specedge-") as scratch:
-        report = _run(path, prompts, Path(scratch))
+        report = _run(path, prompts, _ignored(config or {}) if path.is_file() else {}, Path(scratch))
         if report["status"] != "loaded":
             return report
         with np.load(Path(scratch) / "logits.npz") as arrays:
@@ -80,9 +85,20 @@ def missing_package(path: Path) -> str | None:
     return next((name for name in names if importlib.util.find_spec(name) is None), None)
 
 
-def _run(path: Path, prompts: Sequence[Sequence[int]], scratch: Path) -> dict[str, Any]:
+def _ignored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers 5.24 does not read from a GGUF file: biases, and the divisors of Llama 3's rotation."""
+    found: dict[str, Any] = {name: True for name in ("attention_bias", "mlp_bias") if config.get(name)}
+    if config.get("rope_scaling"):
+        scaling = dict(config["rope_scaling"])
+        found["rope_scaling"] = scaling
+        found["rope_parameters"] = {"rope_theta": config.get("rope_theta"), **scaling}
+    return found
+
+
+def _run(path: Path, prompts: Sequence[Sequence[int]], config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     request = scratch / "request.json"
-    request.write_text(json.dumps({"path": str(path), "prompts": prompts, "output": str(scratch / "logits.npz")}))
+    output = str(scratch / "logits.npz")
+    request.write_text(json.dumps({"path": str(path), "prompts": prompts, "config": config, "output": output}))
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -116,7 +132,7 @@ def main(arguments: Sequence[str]) -> None:
     import transformers
 
     request = json.loads(Path(arguments[0]).read_text())
-    model = _load(Path(request["path"]))
+    model = _load(Path(request["path"]), request["config"])
     arrays = {}
     with torch.inference_mode():
         for index, prompt in enumerate(request["prompts"]):
@@ -125,7 +141,7 @@ def main(arguments: Sequence[str]) -> None:
     print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__}))
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, ignored: Mapping[str, Any]) -> Any:
     """The model in fp32, on the CPU, from a folder or a GGUF file."""
     import torch
     import transformers
@@ -133,7 +149,12 @@ def _load(path: Path) -> Any:
     # the annotations of from_pretrained differ between transformers 4 and 5
     from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained
     if path.is_file():
-        model = from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+        config = transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        for name, value in ignored.items():
+            # transformers 4 knows rope_scaling, 5 rope_parameters (and rope_scaling as another name of it)
+            if name != "rope_scaling" or not hasattr(config, "rope_parameters"):
+                setattr(config, name, value)
+        model = from_pretrained(str(path.parent), gguf_file=path.name, config=config, dtype=torch.float32)
     else:
         model = from_pretrained(str(path), dtype=torch.float32, use_safetensors=True, local_files_only=True)
     return model.eval()

@@ -12,10 +12,13 @@ import pytest
 
 from specedge.export import check, torch_check
 from specedge.export.check import agreement, check_draft, check_prompts, check_target, compare
+from specedge.export.gguf_config import _llama3_divisors
+from specedge.export.pipeline import ExportOptions, export
 from specedge.export.tolerances import TOLERANCES, Bound
 from specedge.runtime.bundle import open_bundle
 from specedge.runtime.cache import Cache
 from specedge.runtime.errors import ExportError, ParityError
+from specedge.tests.tiny import TinyLlama, write_tiny_gguf
 
 onnx = pytest.importorskip("onnx")
 
@@ -229,3 +232,18 @@ def test_a_growing_graph_is_checked_too(whole, prompts):
     _, expected = run(whole, prompts)
     for ours, theirs in zip(logits, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=TOLERANCES["fp32"].graph.absolute)
+
+
+@pytest.mark.parametrize("case", ["llama 3 rotation", "biases"])
+def test_a_gguf_file_of_which_transformers_ignores_a_part(tmp_path, case):
+    """transformers 5.24 reads neither `rope_freqs.weight` nor attention biases of a Llama GGUF: the check tells it."""
+    pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
+    model, divisors = TinyLlama(attention_bias=True), None
+    if case == "llama 3 rotation":
+        model = TinyLlama(heads=2, kv_heads=1, head_dim=64, rope_theta=500000.0)
+        divisors = _llama3_divisors(model.rope_theta, model.head, 8.0, 8192).astype(np.float32)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", model, rope_freqs=divisors)
+    manifest = export(str(path), tmp_path / "bundle", ExportOptions(drafts=("none",)))
+    assert manifest.checks["pytorch"]["status"] == "passed"
+    assert manifest.checks["pytorch"]["max_abs"] <= TOLERANCES["fp32"].pytorch.absolute

@@ -1,0 +1,120 @@
+"""The promise, on the real model: whatever drafts, greedy ids are plain decoding's, and those are PyTorch's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specedge.runtime.engine import Engine
+
+pytestmark = pytest.mark.model
+
+PROMPTS = 40
+TOKENS = 128
+TIE = 1e-3
+"""Two logits nearer than this may change places between two correct computations."""
+
+
+@pytest.fixture(scope="module")
+def engine(model_bundle):
+    with Engine(model_bundle, verify=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain(engine, dev_prompts):
+    """Plain decoding's answers to 40 prompts, spread over the categories: (prompt ids, answer ids)."""
+    by_category: dict[str, list[dict]] = {}
+    for prompt in dev_prompts:
+        by_category.setdefault(prompt["category"], []).append(prompt)
+    spread = [prompts[turn] for turn in range(8) for prompts in by_category.values() if turn < len(prompts)]
+    answers = []
+    for prompt in spread:
+        ids = engine.text.chat_prompt([{"role": "user", "content": prompt["turns"][0]}])
+        if len(ids) + TOKENS <= engine.capacity and len(answers) < PROMPTS:
+            answers.append((ids, answer(engine, ids, "none")))
+    assert len(answers) == PROMPTS
+    return answers
+
+
+def answer(engine, ids, method):
+    engine.reset()
+    *_, finish = engine.generate(ids, method=method, max_tokens=TOKENS)
+    assert finish.stats.notes == ()
+    return finish.ids
+
+
+@pytest.mark.parametrize("method", ["draft:self-int4", "draft:self-int8", "ngram"])
+def test_every_method_gives_plain_decodings_ids(engine, plain, method):
+    different = [index for index, (ids, expected) in enumerate(plain) if answer(engine, ids, method) != expected]
+    assert different == []
+
+
+def test_plain_decoding_gives_pytorchs_ids(plain, record_property):
+    """One pass of PyTorch over each answer: at every place its likeliest token has to be the one that stands there."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    from specedge.export.sources import resolve
+
+    path = resolve("smollm2-135m").path
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    ties = wrong = places = 0
+    for ids, expected in plain:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*ids, *expected[:-1]]]), use_cache=False).logits[0, len(ids) - 1 :].numpy()
+        places += len(expected)
+        for row, token in zip(logits, expected, strict=True):
+            if row.argmax() != token:
+                ties += 1
+                wrong += row.max() - row[token] >= TIE
+    record_property("ties", ties)
+    print(f"{places} places, {ties} ties within {TIE}, {wrong} differences")
+    assert places > 20 * PROMPTS
+    assert wrong == 0
+    assert ties <= places // 500
+
+
+def test_pytorchs_own_generate_gives_the_same_ids(plain):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    from specedge.export.sources import resolve
+
+    path = resolve("smollm2-135m").path
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    for ids, expected in sorted(plain, key=lambda item: len(item[0]))[:4]:
+        with torch.inference_mode():
+            output = model.generate(
+                torch.tensor([ids]), do_sample=False, max_new_tokens=TOKENS, attention_mask=torch.ones(1, len(ids))
+            )[0, len(ids) :]
+        assert tuple(output.tolist()) == expected
+
+
+def test_a_seed_gives_the_same_text_under_every_method(engine, plain):
+    for ids, _ in plain[:3]:
+        texts = set()
+        for method in ("none", "draft:self-int4", "ngram"):
+            engine.reset()
+            *_, finish = engine.generate(
+                ids, method=method, max_tokens=64, temperature=0.8, top_k=40, repetition_penalty=1.1, seed=11
+            )
+            texts.add(finish.ids)
+        assert len(texts) == 1
+
+
+def test_cached_turns_give_what_a_fresh_prefill_gives(engine):
+    """A chat's second turn runs only new tokens; its reply is that of the whole conversation run anew."""
+    chat = engine.chat()
+    engine.reset()
+    for _ in chat.send("Name three colours.", max_tokens=40):
+        pass
+    *_, second = chat.send("And three animals?", max_tokens=40)
+    assert second.stats.cached_tokens > 0.6 * len(second.prompt_ids)
+    pool = engine.target.pool[:, :, :, : len(second.prompt_ids)].copy()
+    engine.reset()
+    *_, again = engine.generate(second.prompt_ids, max_tokens=40)
+    assert again.ids == second.ids
+    assert np.abs(engine.target.pool[:, :, :, : len(second.prompt_ids)] - pool).max() < 2e-3
