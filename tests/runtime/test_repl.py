@@ -202,7 +202,7 @@ class Pty:
     def type(self, text: str) -> None:
         os.write(self.descriptor, text.encode())
 
-    def wait(self, pattern: str, seconds: float = 20.0) -> str:
+    def wait(self, pattern: str, seconds: float = 60.0) -> str:
         """What was printed up to a pattern; later waits begin behind it."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.seen)):
