@@ -110,7 +110,7 @@ class GraphBuilder:
 def _onnx_type(dtype: str) -> int:
     from onnx import helper
 
-    return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return int(helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 
 def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> ValueInfoProto:
