@@ -78,18 +78,23 @@ def write_decoder(
         _save(_speculative_graph(decoder, weights), folder / f"{stem}.onnx")
         if standard:
             _save(standard_graph(decoder, weights), folder / f"{STANDARD}.onnx")
+    return _spec(decoder, f"{stem}.onnx", weights.size)
+
+
+def _spec(decoder: Decoder, file: str, weight_bytes: int) -> GraphSpec:
+    sizes, form = decoder.dimensions, decoder.form
     return GraphSpec(
-        file=f"{stem}.onnx",
+        file=file,
         flavour="gqa",
-        precision=precision,
+        precision=form.name,
         layers=sizes.layers,
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         hidden_size=sizes.hidden_size,
         vocab_size=sizes.vocab_size,
-        capacity=capacity,
+        capacity=decoder.capacity,
         cache_dtype=form.dtype,
-        weight_bytes=weights.size,
+        weight_bytes=weight_bytes,
     )
 
 
