@@ -121,8 +121,7 @@ def run(
             "methods": summarise([prompt.category for prompt, _ in asked], replies),
             "loop": loop_cost(engines[0]),
             "notes": _notes(replies),
-            "load_average": {"before": load, "after": _load_average()},
-            "versions": _versions(),
+            **_circumstances(load),
         }
 
 
@@ -252,6 +251,10 @@ def _notes(replies: Mapping[str, Sequence[Finish]]) -> list[str]:
     return list(
         dict.fromkeys(f"{name}: {note}" for name, answers in replies.items() for a in answers for note in a.stats.notes)
     )
+
+
+def _circumstances(load: float | None) -> dict[str, Any]:
+    return {"load_average": {"before": load, "after": _load_average()}, "versions": _versions()}
 
 
 def _load_average() -> float | None:
