@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.weights import WeightFile
-from specedge.quant.affine import quantise_affine, summing_matrix
+from specedge.quant.affine import ROUNDS, quantise_affine, summing_matrix
 from specedge.quant.blocks import Blocks, quantise_blocks
 from specedge.quant.columns import quantise_columns
 from specedge.quant.formats import Format
@@ -122,7 +122,7 @@ class AffineLinear:
             return self._plain.apply(graph, x, name)
         width, total = self._inputs[name]
         sums = graph.shared("MatMul", x, graph.weight(_sums(width)))
-        wide = graph.shared("Concat", x, sums, axis=-1)
+        wide = graph.shared("Concat", x, *[sums] * ROUNDS, axis=-1)
         return _add_bias(graph, multiply_blocks(graph, wide, f"{name}.weight", self._form, total), name)
 
 

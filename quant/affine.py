@@ -21,14 +21,15 @@ from numpy.typing import NDArray
 
 from specedge.quant.blocks import Blocks, dequantise_blocks, pack_values, quantise_blocks
 
-__all__ = ["dequantise_affine", "quantise_affine", "summing_matrix"]
+__all__ = ["ROUNDS", "dequantise_affine", "quantise_affine", "summing_matrix"]
 
 Matrix = NDArray[np.float32]
 
 _BITS = 4
 _STEPS = (1 << _BITS) - 1
 _MIDDLE = 1 << (_BITS - 1)
-_ROUNDS = 2  # how often the shifts are rounded: 4 bits, and 4 bits of the rest
+ROUNDS = 2
+"""How often the shifts are rounded, and the sums stand among the inputs: 4 bits, and 4 bits of the rest."""
 
 
 def quantise_affine(matrix: Matrix, *, block_size: int, scale_dtype: str = "float32") -> Blocks:
@@ -40,7 +41,8 @@ def quantise_affine(matrix: Matrix, *, block_size: int, scale_dtype: str = "floa
         scale_dtype: numpy name of the scales' type.
 
     Returns:
-        Symmetric blocks [out, in + sums]: multiply them with (x, x @ summing_matrix(in, block_size)).
+        Symmetric blocks [out, in + ROUNDS * sums]: multiply them with x, followed `ROUNDS` times by
+        x @ summing_matrix(in, block_size).
 
     Raises:
         ValueError: `in` is no multiple of the block size.
@@ -55,30 +57,29 @@ def quantise_affine(matrix: Matrix, *, block_size: int, scale_dtype: str = "floa
     rest = np.zeros((outputs, _padded(count, block_size)), np.float32)
     rest[:, :count] = low + _MIDDLE * scale
     values, scales = [pack_values(steps, _BITS)], [scale.astype(scale_dtype)]
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         shift = quantise_blocks(rest, bits=_BITS, block_size=block_size, symmetric=True, scale_dtype=scale_dtype)
         rest = rest - dequantise_blocks(shift)
         values.append(shift.values)
         scales.append(shift.scales)
-    total = width + _ROUNDS * rest.shape[1]
+    total = width + ROUNDS * rest.shape[1]
     return Blocks(np.concatenate(values, 1), np.concatenate(scales, 1), None, _BITS, block_size, total)
 
 
 def dequantise_affine(blocks: Blocks, width: int) -> Matrix:
     """The weight [out, width] that multiplying `quantise_affine`'s blocks amounts to."""
     wide = dequantise_blocks(blocks)
-    return wide[:, :width] + wide[:, width:] @ summing_matrix(width, blocks.block_size).T
+    shifts = wide[:, width:].reshape(len(wide), ROUNDS, -1).sum(1)
+    result: Matrix = wide[:, :width] + shifts @ summing_matrix(width, blocks.block_size).T
+    return result
 
 
 def summing_matrix(width: int, block_size: int) -> Matrix:
-    """[width, sums] of ones and zeros: x times it is the sum over each block of x, once for each rounding.
-
-    Each repetition is padded to whole blocks.
-    """
+    """[width, sums] of ones and zeros: x times it is the sum over each block of x, padded to whole blocks."""
     count = _blocks(width, block_size)
     sums = np.zeros((width, _padded(count, block_size)), np.float32)
     sums[np.arange(width), np.arange(width) // block_size] = 1
-    return np.tile(sums, (1, _ROUNDS))
+    return sums
 
 
 def _blocks(width: int, block_size: int) -> int:

@@ -47,10 +47,9 @@ def test_constant_blocks_and_zeros(rng):
 def test_the_sums_are_those_of_the_blocks(rng):
     x = rng.standard_normal((3, 96)).astype(np.float32)
     sums = x @ summing_matrix(96, 32)
-    assert sums.shape == (3, 64)
+    assert sums.shape == (3, 32)
     assert np.allclose(sums[:, :3], x.reshape(3, 3, 32).sum(-1), atol=1e-5)
-    assert (sums[:, 3:32] == 0).all()
-    assert (sums[:, :32] == sums[:, 32:]).all()
+    assert (sums[:, 3:] == 0).all()
 
 
 def test_a_width_that_is_no_multiple_of_the_block():
