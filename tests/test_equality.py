@@ -11,6 +11,7 @@ pytestmark = pytest.mark.model
 
 PROMPTS = 40
 TOKENS = 128
+METHODS = ("none", "draft:self-int4", "draft:self-int8", "ngram")
 TIE = 1e-3
 """Two logits nearer than this may change places between two correct computations."""
 
@@ -22,32 +23,41 @@ def engine(model_bundle):
 
 
 @pytest.fixture(scope="module")
-def plain(engine, dev_prompts):
-    """Plain decoding's answers to 40 prompts, spread over the categories: (prompt ids, answer ids)."""
+def prompts(engine, dev_prompts):
+    """40 prompts that leave room for an answer, spread over the categories, as token ids."""
     by_category: dict[str, list[dict]] = {}
     for prompt in dev_prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)
     spread = [prompts[turn] for turn in range(8) for prompts in by_category.values() if turn < len(prompts)]
-    answers = []
-    for prompt in spread:
-        ids = engine.text.chat_prompt([{"role": "user", "content": prompt["turns"][0]}])
-        if len(ids) + TOKENS <= engine.capacity and len(answers) < PROMPTS:
-            answers.append((ids, answer(engine, ids, "none")))
-    assert len(answers) == PROMPTS
-    return answers
+    chats = (engine.text.chat_prompt([{"role": "user", "content": prompt["turns"][0]}]) for prompt in spread)
+    fitting = [ids for ids in chats if len(ids) + TOKENS <= engine.capacity][:PROMPTS]
+    assert len(fitting) == PROMPTS
+    return fitting
 
 
-def answer(engine, ids, method):
-    engine.reset()
-    *_, finish = engine.generate(ids, method=method, max_tokens=TOKENS)
-    assert finish.stats.notes == ()
-    return finish.ids
+@pytest.fixture(scope="module")
+def answers(engine, prompts):
+    """Each method's ids for every prompt; only the first of a prompt runs it, the others find it in the cache."""
+    found: dict[str, list[tuple[int, ...]]] = {method: [] for method in METHODS}
+    for ids in prompts:
+        for method in METHODS:
+            *_, finish = engine.generate(ids, method=method, max_tokens=TOKENS)
+            assert finish.stats.notes == ()
+            assert finish.stats.cached_tokens == (0 if method == "none" else len(ids) - 1) or ids is not prompts[0]
+            found[method].append(finish.ids)
+    return found
 
 
-@pytest.mark.parametrize("method", ["draft:self-int4", "draft:self-int8", "ngram"])
-def test_every_method_gives_plain_decodings_ids(engine, plain, method):
-    different = [index for index, (ids, expected) in enumerate(plain) if answer(engine, ids, method) != expected]
-    assert different == []
+@pytest.fixture(scope="module")
+def plain(prompts, answers):
+    """Plain decoding's answers: (prompt ids, answer ids)."""
+    return list(zip(prompts, answers["none"], strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_every_method_gives_plain_decodings_ids(answers, method):
+    pairs = zip(answers[method], answers["none"], strict=True)
+    assert [index for index, (given, expected) in enumerate(pairs) if given != expected] == []
 
 
 def test_plain_decoding_gives_pytorchs_ids(plain, record_property):
