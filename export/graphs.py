@@ -15,6 +15,7 @@ from specedge.export.options import DRAFTS, ExportOptions, Progress
 from specedge.quant.formats import find_format
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.errors import UnsupportedModelError, UsageError
+from specedge.runtime.graph import cache_shape
 
 __all__ = ["Graphs", "Plan", "make_plan"]
 
@@ -75,7 +76,10 @@ class Plan:
         )
         report("write target", target.weight_bytes, target.weight_bytes)
         drafted = _counter(report, "write drafts", self.estimate.drafts)
-        drafts = {name: self._decoder(folder, f"drafts/{name}", "draft", DRAFTS[name], drafted) for name in self.drafts}
+        drafts = {}
+        for name in self.drafts:
+            draft = self._decoder(folder, f"drafts/{name}", "draft", DRAFTS[name], drafted)
+            drafts[name] = replace(draft, shares_cache=cache_shape(draft) == cache_shape(target))
         written = sum(draft.weight_bytes for draft in drafts.values())
         report("write drafts", written, written)
         return Graphs(self.family, target, drafts)

@@ -56,6 +56,8 @@ class GraphSpec:
         capacity: Most rows its cache may hold.
         cache_dtype: "float32" or "float16".
         weight_bytes: Size of the weights.
+        shares_cache: A draft that is the target itself in fewer bits works in the target's cache:
+            it reads the target's keys and values and writes its own behind them.
     """
 
     file: str
@@ -69,6 +71,7 @@ class GraphSpec:
     capacity: int
     cache_dtype: str
     weight_bytes: int
+    shares_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.flavour not in FLAVOURS:
@@ -140,7 +143,8 @@ class Manifest:
     def memory_bytes(self) -> int:
         """Estimate of what running the bundle takes: weights twice (mapped and prepacked) and caches."""
         graphs = [self.target, *self.drafts.values()]
-        return sum(2 * graph.weight_bytes + graph.cache_bytes for graph in graphs)
+        caches = sum(graph.cache_bytes for graph in graphs if not graph.shares_cache)
+        return caches + sum(2 * graph.weight_bytes for graph in graphs)
 
 
 @dataclass(frozen=True)
@@ -284,6 +288,8 @@ def _manifest(raw: Any) -> Manifest:
         _token(values["bos_token_id"], values["vocab_size"])
     manifest = Manifest(**values)
     for graph in (manifest.target, *manifest.drafts.values()):
+        if graph.shares_cache and (graph is manifest.target or not (graph.tree and manifest.target.tree)):
+            raise ValueError(f"{graph.file} cannot share the target's cache")
         if graph.vocab_size != manifest.vocab_size:
             raise ValueError(f"{graph.file} has {graph.vocab_size} tokens where {manifest.vocab_size} belong")
     return manifest
@@ -296,6 +302,7 @@ def _graph(raw: Any, where: str) -> GraphSpec:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
     "int": (int,),
     "str": (str,),
     "str | None": (str, type(None)),
@@ -312,7 +319,7 @@ def _fields(cls: type, raw: Any, where: str) -> dict[str, Any]:
         if item.name in mapping:
             value = mapping.pop(item.name)
             kinds = _KINDS.get(str(item.type))
-            if isinstance(value, bool) or (kinds is not None and not isinstance(value, kinds)):
+            if (isinstance(value, bool) and kinds != (bool,)) or (kinds is not None and not isinstance(value, kinds)):
                 raise ValueError(f"{where}: {item.name} is {_one_line(value)}")
             values[item.name] = value
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:

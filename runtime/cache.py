@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,19 @@ class Cache:
         length: Committed rows.
     """
 
-    def __init__(self, spec: GraphSpec, capacity: int) -> None:
+    def __init__(self, spec: GraphSpec, capacity: int, pool: NDArray[Any] | None = None) -> None:
+        """Makes a cache.
+
+        Args:
+            spec: The graph whose keys and values it holds.
+            capacity: Most rows.
+            pool: The array of another cache to work in; None allocates one.
+        """
         shape = (2 * spec.layers, 1, spec.kv_heads, capacity, spec.head_dim)
         # Zeros, not empty: masked rows are multiplied by zero, and 0 * NaN is NaN.
-        self.pool: NDArray[np.floating] = np.zeros(shape, np.dtype(spec.cache_dtype))
+        self.pool: NDArray[Any] = np.zeros(shape, np.dtype(spec.cache_dtype)) if pool is None else pool
+        assert self.pool.shape == shape
+        assert self.pool.dtype == spec.cache_dtype
         self.capacity = capacity
         self.length = 0
 

@@ -17,6 +17,7 @@ from specedge.runtime.contracts import Drafter, Target
 from specedge.runtime.drafters.guard import GuardedDrafter
 from specedge.runtime.drafters.model import ModelDrafter
 from specedge.runtime.drafters.registry import method_names, open_drafter
+from specedge.runtime.drafters.self_draft import SelfDrafter
 from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.generation import Generation
@@ -206,14 +207,16 @@ class Engine:
             self._drafters[method] = open_drafter(method, self.manifest, self._decoder)
             self._session.drafters.append(self._drafters[method])
         drafter = self._drafters[method]
-        if isinstance(drafter, ModelDrafter):
+        if isinstance(drafter, (ModelDrafter, SelfDrafter)):
             drafter.sample = options.accept == "rejection" and not options.greedy
         return drafter
 
     def _decoder(self, spec: GraphSpec) -> Target:
+        path, device = self._bundle.path(spec.file), self.manifest.device
+        if spec.shares_cache and isinstance(self.target, Decoder):
+            return Decoder(path, spec, device=device, threads=self._threads, host=self.target)
         cls = Decoder if spec.tree else GrowingDecoder
-        device = self.manifest.device
-        return cls(self._bundle.path(spec.file), spec, capacity=self._capacity, device=device, threads=self._threads)
+        return cls(path, spec, capacity=self._capacity, device=device, threads=self._threads)
 
 
 def _with(options: Options, overrides: dict[str, Any]) -> Options:

@@ -23,7 +23,7 @@ from specedge.runtime.tree import positions, visibility
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-__all__ = ["PREFILL_CHUNK", "Decoder", "check_room"]
+__all__ = ["PREFILL_CHUNK", "Decoder", "cache_shape", "check_room"]
 
 PREFILL_CHUNK = 256
 # Wider passes get a binding for the one run: padding a prompt would cost more than binding it.
@@ -39,9 +39,11 @@ class Decoder:
         capacity: Rows of cache to allocate; None takes the exported capacity.
         device: Which execution provider to run on.
         threads: Threads to compute with; None takes all.
+        host: A decoder whose cache this one works in; None allocates one of its own.
 
     Raises:
-        BundleError: The graph does not have the inputs and outputs of its entry.
+        BundleError: The graph does not have the inputs and outputs of its entry, or the host's
+            cache does not fit it.
         UsageError: `capacity` is larger than the exported one.
     """
 
@@ -53,18 +55,21 @@ class Decoder:
         capacity: int | None = None,
         device: str = "cpu",
         threads: int | None = None,
+        host: Decoder | None = None,
     ) -> None:
         if spec.flavour != "gqa":
             raise BundleError(
                 f"{path}: a {spec.flavour} graph where a speculative one belongs; export the bundle again"
             )
-        rows = spec.capacity if capacity is None else capacity
+        if host is not None and (cache_shape(spec) != cache_shape(host.spec) or spec.capacity < host.capacity):
+            raise BundleError(f"{path}: its cache does not fit into that of {host.spec.file}; export the bundle again")
+        rows = host.capacity if host is not None else spec.capacity if capacity is None else capacity
         if not 2 <= rows <= spec.capacity:
             raise UsageError(f"capacity is {rows}: the graph was exported for 2 to {spec.capacity} rows")
         self.spec = spec
         self._session = open_session(path, device=device, threads=threads)
         _check_interface(self._session, spec, path)
-        self._cache = Cache(spec, rows)
+        self._cache = Cache(spec, rows, None if host is None else host.pool)
         self._bindings: dict[tuple[int, int], _Binding] = {}
         self._last: _Binding | None = None
         self._nodes = 0
@@ -78,7 +83,7 @@ class Decoder:
         return self._cache.capacity
 
     @property
-    def pool(self) -> NDArray[np.floating]:
+    def pool(self) -> NDArray[Any]:
         """The cache's array, [2 * layers, 1, kv_heads, capacity, head_dim]."""
         return self._cache.pool
 
@@ -97,6 +102,11 @@ class Decoder:
 
     def rewind(self, length: int) -> None:
         self._cache.rewind(length)
+        self._nodes = 0
+
+    def follow(self, length: int) -> None:
+        """Takes the first `length` rows of a host's cache for its own."""
+        self._cache.length = length
         self._nodes = 0
 
     def repeat(self) -> None:
@@ -133,6 +143,11 @@ class Decoder:
                 return binding
             self._bindings[key] = binding
         return self._bindings[key]
+
+
+def cache_shape(spec: GraphSpec) -> tuple[int, int, int, str]:
+    """What two graphs must have in common to work in one cache."""
+    return spec.layers, spec.kv_heads, spec.head_dim, spec.cache_dtype
 
 
 class _Binding:

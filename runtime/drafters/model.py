@@ -8,7 +8,7 @@ import numpy as np
 
 from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Law, Target, Verdict
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "draft_chain"]
 
 
 class ModelDrafter:
@@ -44,24 +44,8 @@ class ModelDrafter:
         if budget < 1:
             return EMPTY_DRAFT
         self._keep_valid(tokens)
-        known = self._model.length
         self._base, self._drafted = len(tokens), []
-        laws: list[Law] = []
-        prefix = list(tokens)
-        pending = tokens[known:]
-        for _ in range(budget):
-            logits = self._model.forward(pending).logits[0]
-            if context.rows is not None:
-                logits = logits[: context.rows.logits.shape[1]]  # a draft's vocabulary may be padded wider
-            if self.sample:
-                laws.append(context.sampler.law(logits, prefix))
-                token = context.sampler.draw(laws[-1], len(prefix), stream=1)
-            else:
-                token = context.sampler.token(logits, prefix)
-            prefix.append(token)
-            self._drafted.append(token)
-            pending = [token]
-        return Draft.chain(self._drafted, np.stack(laws) if laws else None)
+        return draft_chain(self._model, context, budget, self.sample, self._drafted)
 
     def observe(self, context: Context, verdict: Verdict) -> None:
         """See `contracts.Drafter`. Rows of rejected tokens are forgotten; accepted ones stay."""
@@ -86,3 +70,31 @@ class ModelDrafter:
             valid += 1
         self._base, self._drafted = valid, []
         self._model.rewind(min(valid, len(tokens) - 1))
+
+
+def draft_chain(model: Target, context: Context, budget: int, sample: bool, drafted: list[int]) -> Draft:
+    """Decodes ahead with a draft model, first running the tokens that its cache lacks.
+
+    Args:
+        model: The draft model.
+        context: What is committed.
+        budget: Tokens to draft, at least one.
+        sample: Whether to draw from the model's own law and say so (see `ModelDrafter`).
+        drafted: Filled with the tokens as they are drafted, so that a failure leaves it known what was run.
+    """
+    laws: list[Law] = []
+    prefix = list(context.tokens)
+    pending: Sequence[int] = prefix[model.length :]
+    for _ in range(budget):
+        logits = model.forward(pending).logits[0]
+        if context.rows is not None:
+            logits = logits[: context.rows.logits.shape[1]]  # a draft's vocabulary may be padded wider
+        if sample:
+            laws.append(context.sampler.law(logits, prefix))
+            token = context.sampler.draw(laws[-1], len(prefix), stream=1)
+        else:
+            token = context.sampler.token(logits, prefix)
+        prefix.append(token)
+        drafted.append(token)
+        pending = [token]
+    return Draft.chain(drafted, np.stack(laws) if laws else None)

@@ -10,6 +10,8 @@ from specedge.runtime.contracts import Drafter, Target
 from specedge.runtime.drafters.model import ModelDrafter
 from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.none import NoDrafter
+from specedge.runtime.drafters.self_draft import SelfDrafter
+from specedge.runtime.graph import Decoder
 
 __all__ = ["METHODS", "Method", "OpenModel", "method_names", "open_drafter"]
 
@@ -35,10 +37,16 @@ METHODS: Mapping[str, Method] = {
     "none": Method(lambda manifest: ("",), lambda part, manifest, open_model: NoDrafter()),
     "draft": Method(
         lambda manifest: tuple(manifest.drafts),
-        lambda part, manifest, open_model: ModelDrafter(f"draft:{part}", open_model(manifest.drafts[part])),
+        lambda part, manifest, open_model: _draft_model(f"draft:{part}", open_model(manifest.drafts[part])),
     ),
     "ngram": Method(lambda manifest: ("",), lambda part, manifest, open_model: NgramDrafter()),
 }
+
+
+def _draft_model(name: str, model: Target) -> Drafter:
+    if isinstance(model, Decoder) and model.spec.shares_cache:
+        return SelfDrafter(name, model)
+    return ModelDrafter(name, model)
 
 
 def method_names(manifest: Manifest) -> tuple[str, ...]:

@@ -141,3 +141,12 @@ def test_what_is_no_bundle(tmp_path):
         open_bundle(tmp_path)
     with pytest.raises(BundleFileError):
         open_bundle(__file__)
+
+
+def test_only_a_draft_shares_the_targets_cache(folder):
+    edit(folder, lambda d: d["target"].update(shares_cache=True))
+    with pytest.raises(BundleError, match="cannot share the target's cache"):
+        open_bundle(folder)
+    edit(folder, lambda d: d["target"].update(shares_cache=1))
+    with pytest.raises(BundleError, match="shares_cache is 1"):
+        open_bundle(folder)

@@ -153,17 +153,57 @@ def test_methods_may_change_between_replies(engine):
     assert tuple(prompt[len(expected.prompt_ids) :]) == expected.ids[:32]
 
 
-def test_a_draft_model_full_of_nan_leaves_the_text_alone(engine):
+@pytest.mark.parametrize("weight", ["model.norm.weight", "model.layers.0.input_layernorm.weight"])
+def test_a_draft_with_nan_weights_leaves_the_text_alone(engine, tiny_bundle, tmp_path, weight):
+    """With the second weight its keys and values are NaN too, and it writes them into the target's cache."""
+    onnx = pytest.importorskip("onnx")
+    folder = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, folder)
+    draft = folder / "drafts/self-int8/draft.onnx"
+    graph = onnx.load(draft, load_external_data=False).graph
+    place = next({e.key: e.value for e in t.external_data} for t in graph.initializer if t.name == weight)
+    with draft.with_name(place["location"]).open("r+b") as stream:
+        stream.seek(int(place["offset"]))
+        stream.write(np.full(int(place["length"]) // 4, np.nan, np.float32).tobytes())
     expected = collect(engine.generate(PROMPT, FREE, method="none"))[1]
-    generation = engine.generate(PROMPT, FREE, method="draft:self-int8")
-    ids = [next(generation).id for _ in range(8)]
-    engine._drafters["draft:self-int8"]._model.pool[...] = np.nan
-    finish = collect(generation)[1]
-    engine._drafters["draft:self-int8"]._model.pool[...] = 0
-    assert len(set(ids)) > 3
-    assert finish.ids == expected.ids
-    assert len(finish.stats.notes) == 1
-    assert "draft:self-int8 failed" in finish.stats.notes[0]
+    assert len(set(expected.ids)) > 3
+    with pytest.raises(BundleError, match="altered"):
+        Engine(folder, threads=1)
+    with Engine(folder, threads=1, verify=False) as broken:
+        for _ in range(2):
+            finish = collect(broken.generate(PROMPT, FREE, method="draft:self-int8"))[1]
+            assert finish.ids == expected.ids
+            assert len(finish.stats.notes) == 1
+            assert "draft:self-int8 failed" in finish.stats.notes[0]
+
+
+def test_a_draft_of_the_target_works_in_its_cache(engine):
+    """It runs no prompt: after a long one its first draft costs what any other does, and rows are the target's own."""
+    first = collect(engine.generate(PROMPT, FREE, method="draft:self-int8"))[1]
+    drafter = engine._drafters["draft:self-int8"]
+    assert drafter._model.pool is engine.target.pool
+    pool = engine.target.pool[:, :, :, : engine.target.length].copy()
+    engine.reset()
+    engine.target.forward([*first.prompt_ids, *first.ids[:-1]])
+    assert np.abs(engine.target.pool[:, :, :, : engine.target.length] - pool).max() < 1e-4
+
+
+def test_a_draft_with_a_cache_of_its_own_catches_up(engine, tiny_bundle, tmp_path):
+    """Other drafts (a separate model, another cache type) run what they lack; the text is the same."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, folder)
+    text = (folder / MANIFEST).read_text()
+    assert text.count('"shares_cache": true') == 2
+    (folder / MANIFEST).write_text(text.replace('"shares_cache": true', '"shares_cache": false'))
+    with Engine(folder, threads=1) as separate:
+        for options in (FREE, Options(max_tokens=48, temperature=0.9, seed=5)):
+            for method in ("draft:self-int4", "draft:self-int8"):
+                expected = collect(engine.generate(PROMPT, options, method=method))[1]
+                finish = collect(separate.generate(PROMPT, options, method=method))[1]
+                assert finish.ids == expected.ids
+                assert finish.stats.notes == ()
+                assert finish.stats.accepted > 0
+        assert separate._drafters["draft:self-int8"]._model.pool is not separate.target.pool
 
 
 def test_the_context_is_never_passed(tiny_bundle):
