@@ -63,7 +63,9 @@ def main() -> None:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
 @click.option("--precision", help="fp32, fp16, int8 or int4. [default: fp32 on a CPU, fp16 on CUDA]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or tensorrt.")
-@click.option("--draft", "drafts", multiple=True, help="self-int4, self-int8 or none; may be repeated.")
+@click.option(
+    "--draft", "drafts", multiple=True, help="self-int4, self-int8 or none; may be repeated.  [default: the fastest]"
+)
 @click.option("--capacity", type=int, help="Most tokens of prompt and reply together.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Check what the bundle computes.")
 @click.option("--revision", help="Revision of a hub model.")
@@ -74,7 +76,7 @@ def export(model: str, output: Path, **chosen: Any) -> None:
     from specedge.runtime.progress import Phases
     from specedge.runtime.show import export_summary, show
 
-    chosen["drafts"] = chosen["drafts"] or ("self-int4",)
+    chosen["drafts"] = chosen["drafts"] or None
     with Phases() as phases:
         manifest = _exporting(lambda pipeline: pipeline.export(model, output, pipeline.ExportOptions(**chosen), phases))
     show(export_summary(manifest), sys.stderr)

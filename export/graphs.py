@@ -125,7 +125,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
                 "through Optimum, which writes fp32 for the CPU; leave --precision and --device out"
             )
         precision, drafts = "fp32", ()
-    elif options.drafts != ("none",) and drafts != options.drafts:
+    elif options.drafts not in (None, ("none",)) and drafts != options.drafts:
         _log.info("a draft in the target's own precision, %s, would save nothing and is left out", precision)
     tied = "lm_head.weight" if checkpoint.config.get("tie_word_embeddings") else None
     parameters, largest = count_parameters(checkpoint.tensors, tied)

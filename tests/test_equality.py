@@ -106,7 +106,7 @@ def test_pytorchs_own_generate_gives_the_same_ids(plain):
 def test_a_seed_gives_the_same_text_under_every_method(engine, plain):
     for ids, _ in plain[:3]:
         texts = set()
-        for method in ("none", "draft:self-int4", "ngram"):
+        for method in ("none", "draft:self-int8", "ngram"):
             engine.reset()
             *_, finish = engine.generate(
                 ids, method=method, max_tokens=64, temperature=0.8, top_k=40, repetition_penalty=1.1, seed=11
