@@ -46,7 +46,7 @@ test-main: $(VENV)/.test
 	SPECEDGE_TINY_BUNDLE=$(TINY) $(VENV)/bin/python -m pytest -m "not optimum"
 
 test-optimum: $(OPTIMUM)/.test
-	$(OPTIMUM)/bin/python -m pytest -m optimum
+	$(OPTIMUM)/bin/python -m pytest -m "optimum or both"
 
 # test-main leaves a small bundle for these: an environment like a device's cannot export one.
 test-pythons:
@@ -70,7 +70,7 @@ $(VENV)/.test: pyproject.toml $(VENV)/bin/python
 $(OPTIMUM)/.test: pyproject.toml
 	@echo 'Installing .[cpu,export,optimum,test] and onnxruntime-genai into $(OPTIMUM)'
 	@python=$$(sh .ci/find-python 3.11) && "$$python" -m venv --clear $(OPTIMUM)
-	@$(OPTIMUM)/bin/python $(INSTALL) -e '.[cpu,export,optimum,test]' onnxruntime-genai
+	@$(OPTIMUM)/bin/python $(INSTALL) -e '.[cpu,export,optimum,test]' onnxruntime-genai accelerate
 	@touch $@
 
 clean:

@@ -171,6 +171,7 @@ def test_agreement_is_the_mean_divergence():
     assert report["agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean(), abs=1e-4)
 
 
+@pytest.mark.both
 class TestPyTorch:
     """Against transformers, which loads the checkpoint itself."""
 
@@ -234,6 +235,7 @@ def test_a_growing_graph_is_checked_too(whole, prompts):
         np.testing.assert_allclose(ours, theirs, atol=TOLERANCES["fp32"].graph.absolute)
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("case", ["llama 3 rotation", "biases"])
 def test_a_gguf_file_of_which_transformers_ignores_a_part(tmp_path, case):
     """transformers 5.24 reads neither `rope_freqs.weight` nor attention biases of a Llama GGUF: the check tells it."""

@@ -16,6 +16,8 @@ pytest.importorskip("onnx")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.both
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,

@@ -103,6 +103,7 @@ def test_ends_of_text():
         end_ids({"eos_token_id": "</s>"})
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("scaling", [None, LLAMA3 | {"rope_type": "llama3"}])
 def test_what_transformers_saves_is_read_back(tmp_path, scaling):
     transformers = pytest.importorskip("transformers")

@@ -47,6 +47,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 4.0}])
 def test_frequencies_are_those_of_transformers(scaling):
     pytest.importorskip("torch")

@@ -53,6 +53,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_law_is_that_of_transformers(options: dict[str, float], seed: int) -> None:

@@ -54,6 +54,7 @@ IN_USE = {
 }
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("name", IN_USE)
 def test_templates_render_as_in_transformers(name):
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
