@@ -66,7 +66,7 @@ class Decoder:
         rows = host.capacity if host is not None else spec.capacity if capacity is None else capacity
         if not 2 <= rows <= spec.capacity:
             raise UsageError(f"capacity is {rows}: the graph was exported for 2 to {spec.capacity} rows")
-        self.spec = spec
+        self.spec: GraphSpec = spec
         self._session = open_session(path, device=device, threads=threads)
         _check_interface(self._session, spec, path)
         self._cache = Cache(spec, rows, None if host is None else host.pool)
