@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,24 @@ class _Group(click.Group):
             raise click.UsageError(clean_line(error)) from None
         except SpecEdgeError as error:
             raise click.ClickException(clean_line(error)) from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _abandon_output()
+            raise click.ClickException(clean_line(f"cannot write the output: {error.strerror or error}")) from None
+
+
+def _abandon_output() -> None:
+    """Lets nothing be flushed at exit to an output that refuses: it would fail once more, with a traceback."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_missing_streams() -> None:
+    """A program started with a standard stream closed has None in its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  open until the end
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,6 +70,7 @@ def main() -> None:
     specedge export MODEL -o BUNDLE    turn a checkpoint into a bundle
     specedge chat BUNDLE               talk to it
     """
+    _open_missing_streams()
     # What is logged while a reply streams is shown in its notes; a text that the terminal's
     # encoding lacks must not end the reply.
     logging.getLogger("specedge").addHandler(logging.NullHandler())
@@ -87,7 +108,9 @@ def _reply_options(command: _Command) -> _Command:
     """The options of one reply, under the names of `Options`."""
     for option in reversed(
         [
-            click.option("--method", help="none, draft, draft:NAME or ngram. [default: the fastest of the bundle]"),
+            click.option(
+                "--method", help="none, draft, draft:NAME or ngram. [default: the bundle's first draft, else ngram]"
+            ),
             click.option("--accept", type=click.Choice(ACCEPT_MODES), default=_DEFAULTS.accept, show_default=True),
             click.option("--draft-length", type=int, default=DEFAULT_DRAFT_LENGTH, show_default=True),
             click.option("--temperature", type=float, default=_DEFAULTS.temperature, help="0 is greedy.  [default: 0]"),
@@ -165,7 +188,7 @@ def _converse(
     paint = show_drafts and sys.stdout.isatty() and not as_json
     if paint:
         click.echo(LEGEND, err=True)
-    elif show_drafts:
+    elif show_drafts and not as_json:
         click.echo("--show-drafts: standard output is no terminal, so there are no colours", err=True)
     for note in engine.text.notes:
         click.echo(f"Note: {note}", err=True)
@@ -208,11 +231,14 @@ def _talk(engine: Engine, conversation: Any, *, stats: bool, paint: bool) -> Non
 def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **chosen: Any) -> None:
     """Compare every method of BUNDLE with plain decoding."""
     from specedge.runtime import bench as benchmark
+    from specedge.runtime.files import check_writable
     from specedge.runtime.progress import Phases
     from specedge.runtime.providers import share_threads
     from specedge.runtime.show import show
 
     share_threads(chosen["threads"])
+    if out is not None:
+        check_writable(out)
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods is not None else None
     with Phases() as phases:
         result = benchmark.run(

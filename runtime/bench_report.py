@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specedge.runtime.errors import StorageError
 from specedge.runtime.events import Finish
+from specedge.runtime.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -151,20 +150,9 @@ def _number(value: float | None) -> str:
 
 
 def write_result(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a result as JSON, beside and then in place, so that an older file stays whole on a failure.
+    """Writes a result as JSON, beside and then in place.
 
     Raises:
         StorageError: The file cannot be written.
     """
-    target = Path(path)
-    part = target.with_name(target.name + ".part")
-    text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(target)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise StorageError(f"{target}: {error.strerror}; give --out a file in a folder you can write to") from None
+    write_text(path, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -141,10 +141,12 @@ class Manifest:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate of what running the bundle takes: weights twice (mapped and prepacked) and caches."""
-        graphs = [self.target, *self.drafts.values()]
-        caches = sum(graph.cache_bytes for graph in graphs if not graph.shares_cache)
-        return caches + sum(2 * graph.weight_bytes for graph in graphs)
+        """Estimate of what running the target and its largest draft takes.
+
+        Weights count twice (mapped and prepacked), and a cache where a draft has its own.
+        """
+        own = (2 * graph.weight_bytes + graph.cache_bytes * (not graph.shares_cache) for graph in self.drafts.values())
+        return 2 * self.target.weight_bytes + self.target.cache_bytes + max(own, default=0)
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ def open_bundle(folder: str | os.PathLike[str], *, verify: bool = False) -> Bund
         BundleFileError: The folder or a file of it is missing.
     """
     root = Path(folder)
+    if root.exists() and not root.is_dir():
+        raise BundleError(f"{root}: a file, not a bundle; make one of it with: specedge export {root} -o FOLDER")
     if not root.is_dir():
         raise BundleFileError(f"{root}: no such folder; make a bundle with: specedge export MODEL -o {root}")
     source = root / MANIFEST

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from specedge.runtime.errors import PromptError, StorageError, UsageError
+from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.events import Finish
+from specedge.runtime.files import write_text
 from specedge.runtime.generation import Generation
 from specedge.runtime.options import Options
 from specedge.runtime.text import Text
@@ -42,8 +43,8 @@ class Chat:
     def __init__(self, engine: _Engine, system: str | None = None, options: Options | None = None) -> None:
         self._engine = engine
         self.options = options or Options()
-        self.messages: list[Message] = []
         self._running: Generation | None = None
+        self.messages: list[Message] = []
         self.system = system
 
     @property
@@ -54,6 +55,7 @@ class Chat:
 
     @system.setter
     def system(self, text: str | None) -> None:
+        self._settle()
         self.messages = [{"role": "system", "content": text}] if text else []
 
     def send(self, text: str, **overrides: Any) -> Generation:
@@ -67,7 +69,7 @@ class Chat:
             PromptError: The text is empty, or the conversation no longer fits the context;
                 the conversation is unchanged.
         """
-        if not text.strip():
+        if not isinstance(text, str) or not text.strip():
             raise PromptError("the prompt is empty: give it some text")
         self._settle()
         return self._reply([*self.messages, {"role": "user", "content": text}], overrides)
@@ -88,7 +90,6 @@ class Chat:
 
     def reset(self) -> None:
         """Forgets the turns; the system message stays."""
-        self._settle()
         self.system = self.system
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -97,14 +98,7 @@ class Chat:
         Raises:
             StorageError: The file cannot be written.
         """
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            beside.write_text(json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False), encoding="utf-8")
-            beside.replace(target)
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise StorageError(f"{target}: cannot be written: {error.strerror}") from None
+        write_text(path, json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n")
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up a saved conversation.
@@ -117,11 +111,13 @@ class Chat:
             if source.stat().st_size > _MAX_FILE:
                 raise ValueError
             messages = json.loads(source.read_text(encoding="utf-8"))["messages"]
-            self.messages = [{"role": _role(m["role"]), "content": _content(m["content"])} for m in messages]
+            loaded = [{"role": _role(m["role"]), "content": _content(m["content"])} for m in messages]
         except OSError as error:
             raise UsageError(f"{source}: cannot be read: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, RecursionError):
             raise UsageError(f"{source}: not a conversation saved by /save") from None
+        self._settle()
+        self.messages = loaded
 
     def _reply(self, turns: list[Message], overrides: dict[str, Any]) -> Generation:
         def keep(finish: Finish) -> None:
@@ -147,4 +143,5 @@ def _role(value: object) -> str:
 def _content(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(value)
+    value.encode("utf-8")  # half a surrogate pair is no text: a ValueError
     return value

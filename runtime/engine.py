@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ __all__ = ["Chat", "Engine", "Generation"]
 
 
 class Engine:
-    """A model ready to run. One reply at a time: starting another ends the one before.
+    """A model ready to run. One reply at a time: starting another ends the one before, from any thread.
 
     Args:
         bundle: Folder that `specedge export` wrote.
@@ -59,6 +60,7 @@ class Engine:
         self._session = Session(self._decoder(self.manifest.target))
         self._drafters: dict[str, Drafter] = {}
         self._running: Generation | None = None
+        self._closed = False
 
     @property
     def folder(self) -> Path:
@@ -85,7 +87,7 @@ class Engine:
 
     @property
     def default_method(self) -> str:
-        """The fastest method of the bundle: its first draft model, else n-gram lookup."""
+        """The bundle's first draft model, else n-gram lookup."""
         return next((method for method in self.methods if method.startswith("draft:")), "ngram")
 
     def generate(self, prompt: str | Sequence[int], options: Options | None = None, **overrides: Any) -> Generation:
@@ -105,7 +107,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             return self.start(self.text.encode(prompt), options or Options(), overrides, continues=True)
-        return self.start([int(token) for token in prompt], options or Options(), overrides)
+        return self.start(_token_ids(prompt), options or Options(), overrides)
 
     def start(
         self,
@@ -120,22 +122,25 @@ class Engine:
         started = perf_counter()
         chosen = _with(options, overrides)
         method = self.resolve_method(chosen.method)
-        self._check_prompt(ids)
-        self._end_running()
-        seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
-        chosen = replace(chosen, method=method, seed=seed)
-        self._running = Generation(
-            self._session,
-            GuardedDrafter(self._drafter(chosen)),
-            self.text,
-            ids,
-            chosen,
-            eos=self.manifest.eos_token_ids,
-            started=started,
-            continues=continues,
-            on_finish=on_finish,
-        )
-        return self._running
+        with self._session.lock:
+            if self._closed:
+                raise UsageError("this engine is closed: open another")
+            self._check_prompt(ids)
+            self._end_running()
+            seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
+            chosen = replace(chosen, method=method, seed=seed)
+            self._running = Generation(
+                self._session,
+                GuardedDrafter(self._drafter(chosen)),
+                self.text,
+                ids,
+                chosen,
+                eos=self.manifest.eos_token_ids,
+                started=started,
+                continues=continues,
+                on_finish=on_finish,
+            )
+            return self._running
 
     def chat(self, system: str | None = None, options: Options | None = None) -> Chat:
         """Starts a conversation; its turns reuse the cache.
@@ -162,14 +167,17 @@ class Engine:
 
     def reset(self) -> None:
         """Ends the running reply and forgets all cached tokens."""
-        self._end_running()
-        self._session.rewind(0)
-        for drafter in self._drafters.values():
-            drafter.rewind(0)
+        with self._session.lock:
+            self._end_running()
+            self._session.rewind(0)
 
     def close(self) -> None:
-        """Ends the running reply and frees the models."""
-        self._end_running()
+        """Ends the running reply and frees the models. A closed engine may be closed again."""
+        with self._session.lock:
+            if self._closed:
+                return
+            self._end_running()
+            self._closed = True
         for closable in (self._session.target, *self._drafters.values()):
             if hasattr(closable, "close"):
                 closable.close()
@@ -189,8 +197,8 @@ class Engine:
             raise PromptError("the prompt is empty: give it some text")
         if len(ids) >= self.capacity:
             raise PromptError(
-                f"the prompt has {len(ids):,} tokens and the context holds {self.capacity:,}: shorten it, "
-                "or export the model with a larger --capacity"
+                f"the prompt has {len(ids):,} tokens (a chat's earlier turns included) and the context holds "
+                f"{self.capacity:,}: shorten it, start the chat anew (/reset), or export with a larger --capacity"
             )
         if min(ids) < 0 or max(ids) >= vocab:
             raise PromptError(f"the prompt has a token id outside the vocabulary of {vocab:,}")
@@ -220,9 +228,17 @@ class Engine:
 
 
 def _with(options: Options, overrides: dict[str, Any]) -> Options:
+    known = options.__dataclass_fields__
+    unknown = sorted(set(overrides) - set(known))
+    if unknown:
+        raise UsageError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+    return replace(options, **overrides)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
-        return replace(options, **overrides)
+        if isinstance(prompt, (bytes, bytearray)):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
     except TypeError:
-        known = ", ".join(options.__dataclass_fields__)
-        unknown = ", ".join(sorted(set(overrides) - set(options.__dataclass_fields__)))
-        raise UsageError(f"unknown option {unknown}; the options are {known}") from None
+        raise PromptError(f"the prompt is {type(prompt).__name__}: give a text, or a sequence of token ids") from None

@@ -75,6 +75,10 @@ class Generation:
         return self
 
     def __next__(self) -> Event:
+        with self._session.lock:
+            return self._next()
+
+    def _next(self) -> Event:
         if self.finish is not None:
             raise StopIteration
         if not self._queue and not self._ended:
@@ -90,8 +94,9 @@ class Generation:
 
     def close(self) -> None:
         """Ends the reply; tokens not yet taken from the iterator are dropped as if never drawn."""
-        if self.finish is None:
-            self._end(self._reason if self._ended and not self._queue else "cancelled")
+        with self._session.lock:
+            if self.finish is None:
+                self._end(self._reason if self._ended and not self._queue else "cancelled")
 
     def __enter__(self) -> Generation:
         return self

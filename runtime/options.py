@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
+from numbers import Real
 
 from specedge.runtime.errors import UsageError
 
@@ -52,6 +54,8 @@ class Options:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("draft_length", "max_tokens", "top_k", "no_repeat_ngram", "seed"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         _choice("accept", self.accept, ACCEPT_MODES)
         _range("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, hint="; to decode plainly use method none")
         if self.max_tokens is not None:
@@ -66,12 +70,25 @@ class Options:
         _range("no_repeat_ngram", self.no_repeat_ngram, 0, 1 << 20)
         if self.seed is not None:
             _range("seed", self.seed, 0, (1 << 64) - 1)
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        texts = self.stop if isinstance(self.stop, (tuple, list)) else (None,)
+        if not all(isinstance(text, str) and text for text in texts):
             raise UsageError(f"stop is {self.stop!r}: give a tuple of texts, none of them empty")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _whole(name: str, value: object) -> object:
+    """The value as a plain int, if it is a whole number of any library; None stays None."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name} is {value!r}: give a whole number") from None
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -80,7 +97,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _range(name: str, value: float, low: float, high: float, *, open_low: bool = False, hint: str = "") -> None:
-    inside = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
+    inside = isinstance(value, Real) and math.isfinite(value) and low <= value <= high
     if not inside or isinstance(value, bool) or (open_low and value == low):
         above = "more than " if open_low else ""
         raise UsageError(f"{name} is {value!r}: give a number from {above}{low} to {high}{hint}")

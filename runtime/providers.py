@@ -115,8 +115,9 @@ def _session_options(threads: int | None) -> ort.SessionOptions:
 
 def _count(threads: int | None) -> int:
     count = default_threads() if threads is None else threads
-    if count < 1:
-        raise UsageError(f"threads is {count}: give a number from 1")
+    most = max(8, 2 * (os.cpu_count() or 1))  # more only take turns
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise UsageError(f"threads is {count!r}: give a number from 1 to {most}")
     return count
 
 

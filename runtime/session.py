@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Sequence
 
 from specedge.runtime.contracts import Drafter, Target
 
 __all__ = ["Session"]
+
+_log = logging.getLogger("specedge.runtime")
 
 
 class Session:
@@ -14,11 +18,13 @@ class Session:
 
     Attributes:
         tokens: All committed tokens, prompt first; the loop extends the list in place.
+        lock: Held by whoever changes any of this: a round of a reply, its start and its end.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.drafters: list[Drafter] = []
+        self.lock = threading.RLock()
         self.tokens: list[int] = []
 
     def begin(self, prompt: Sequence[int]) -> int:
@@ -44,7 +50,14 @@ class Session:
         del self.tokens[length:]
         self.target.rewind(min(self.target.length, length))
         for drafter in self.drafters:
-            drafter.rewind(length)
+            _rewind(drafter, length)
+
+
+def _rewind(drafter: Drafter, length: int) -> None:
+    try:
+        drafter.rewind(length)
+    except Exception as error:  # noqa: BLE001  a drafter may fail in any way; the reply must not
+        _log.warning("drafter %s cannot rewind: %s", drafter.name, error)
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -123,7 +123,7 @@ def speak(reply: Reply, printer: TextPrinter | JsonPrinter, stopped: Callable[[]
         printer: Writes it.
         stopped: Asked after each event whether to end the reply early.
     """
-    said = 0
+    said, broken = 0, False
     try:
         for event in reply:
             if isinstance(event, Token):
@@ -131,10 +131,13 @@ def speak(reply: Reply, printer: TextPrinter | JsonPrinter, stopped: Callable[[]
                 printer.token(event.text, event.origin)
             if stopped():
                 break
+    except OSError:
+        broken = True  # there is nowhere to print to any more
+        raise
     finally:
         reply.close()
         finish = reply.finish
-        if finish is not None:
+        if finish is not None and not broken:
             printer.token(finish.text[said:], "bonus")
             printer.finish(finish)
     assert finish is not None, "a closed reply has its finish"

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -340,3 +341,30 @@ def test_inspect_finds_damage(tiny_bundle, tmp_path):
     assert done.exit_code == 1 and "missing" in done.stderr
     assert run("inspect", tmp_path).exit_code == 1
     assert run("inspect", tmp_path / "nowhere").exit_code == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_an_output_that_is_full(tiny_bundle, more):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "specedge", "chat", str(tiny_bundle), "hello", "--max-tokens", "9", *more]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tiny_bundle, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "Error: cannot write the output: No space left on device"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize(("closed", "status"), [("<&-", 1), (">&-", 0), ("2>&-", 0)])
+def test_a_standard_stream_that_is_closed(tiny_bundle, closed, status):
+    prompt = "" if closed == "<&-" else "hello"
+    command = f'"{sys.executable}" -m specedge chat "{tiny_bundle}" {prompt} --max-tokens 3 {closed}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tiny_bundle, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+
+
+def test_the_result_file_of_a_benchmark_is_checked_before_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("measured before --out was checked"))
+    done = run("bench", "b", "--prompts", "p.jsonl", "--out", tmp_path / "none" / "r.json")
+    assert done.exit_code == 1
+    assert "its folder does not exist" in done.stderr

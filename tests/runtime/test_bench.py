@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specedge.runtime import bench, bench_report
+from specedge.runtime import bench, bench_report, files
 from specedge.runtime.errors import StorageError, UsageError
 from specedge.runtime.events import Finish, Stats, Token
 
@@ -285,7 +285,7 @@ def test_the_result_is_written_beside_and_renamed(tmp_path, monkeypatch):
     def full(number):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(bench_report.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(StorageError, match="No space left"):
         bench_report.write_result({"model": "b"}, path)
     assert json.loads(path.read_text(encoding="utf-8")) == {"model": "a"}

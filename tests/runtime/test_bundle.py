@@ -139,7 +139,7 @@ def test_what_is_no_bundle(tmp_path):
         open_bundle(tmp_path / "nowhere")
     with pytest.raises(BundleError, match=r"not a bundle \(no specedge\.json\)"):
         open_bundle(tmp_path)
-    with pytest.raises(BundleFileError):
+    with pytest.raises(BundleError, match="a file, not a bundle; make one of it with: specedge export"):
         open_bundle(__file__)
 
 

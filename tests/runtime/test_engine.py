@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -214,14 +215,22 @@ def test_the_context_is_never_passed(tiny_bundle):
             finish = collect(engine.generate(PROMPT, max_tokens=None, method=method, draft_length=8))[1]
             assert finish.reason == "length" or finish.ids[-1] in engine.manifest.eos_token_ids
             assert len(finish.prompt_ids) + len(finish.ids) <= 40
-        with pytest.raises(PromptError, match=r"prompt has 40 tokens and the context holds 40: shorten it"):
+        with pytest.raises(PromptError, match=r"prompt has 40 tokens .* holds 40: shorten it, start the chat anew"):
             engine.generate([5] * 40)
         assert collect(engine.generate([5] * 39, max_tokens=None))[1].stats.tokens == 1
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "empty"), ([], "empty"), ([-1], "outside the vocabulary"), ([320], "vocabulary of 320")],
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([-1], "outside the vocabulary"),
+        ([320], "vocabulary of 320"),
+        ([1.7], "give a text, or a sequence of token ids"),
+        (b"abc", "the prompt is bytes: give a text"),
+        (None, "the prompt is NoneType"),
+    ],
 )
 def test_prompts_that_cannot_be_run(engine, prompt, message):
     with pytest.raises(PromptError, match=message):
@@ -242,6 +251,10 @@ def test_prompts_that_cannot_be_run(engine, prompt, message):
         ({"accept": "always"}, "accept is 'always': choose one of exact, rejection"),
         ({"stop": "x"}, "give a tuple of texts"),
         ({"stop": ("",)}, "none of them empty"),
+        ({"stop": None}, "give a tuple of texts"),
+        ({"draft_length": 2.5}, "draft_length is 2.5: give a whole number"),
+        ({"seed": "x"}, "seed is 'x': give a whole number"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"tempreature": 1}, "unknown option tempreature; the options are method, accept"),
     ],
 )
@@ -249,6 +262,12 @@ def test_options_that_make_no_sense(engine, override, message):
     with pytest.raises(UsageError) as caught:
         engine.generate(PROMPT, **override)
     assert message in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers(engine):
+    options = Options(temperature=np.float32(0.5), top_k=np.int64(5), seed=np.int64(5), max_tokens=np.int32(4))
+    assert type(options.top_k) is int
+    assert len(collect(engine.generate(np.array([5, 6, 7]), options))[1].ids) == 4
 
 
 def test_a_stop_text_is_not_part_of_the_reply(engine):
@@ -261,58 +280,40 @@ def test_a_stop_text_is_not_part_of_the_reply(engine):
         assert consistent(engine)
 
 
-def test_a_chat_keeps_turns_and_reuses_the_cache(engine):
-    chat = engine.chat("You are brief.", FREE)
-    first = collect(chat.send("hello to the fox"))[1]
-    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
-    assert chat.messages[-1]["content"] == first.text
-    second = collect(chat.send("and the dog"))[1]
-    assert second.stats.cached_tokens > 10
-    assert len(chat.messages) == 5
-    again = collect(chat.regenerate())[1]
-    assert again.ids == second.ids
-    assert len(chat.messages) == 5
-    with pytest.raises(PromptError, match="empty"):
-        chat.send("   ")
-    assert len(chat.messages) == 5
-    chat.reset()
-    assert chat.messages == [{"role": "system", "content": "You are brief."}]
-    with pytest.raises(PromptError, match="nothing to answer again"):
-        chat.regenerate()
+def test_a_closed_engine_says_so(tiny_bundle):
+    engine = Engine(tiny_bundle, threads=1)
+    engine.close()
+    engine.close()
+    with pytest.raises(UsageError, match="this engine is closed"):
+        engine.generate(PROMPT)
 
 
-def test_a_turn_sent_before_the_reply_ended_keeps_what_was_said(engine):
-    chat = engine.chat(options=FREE)
-    reply = chat.send("hello")
-    said = "".join(next(reply).text for _ in range(6))
-    collect(chat.send("and then"))
-    assert [message["role"] for message in chat.messages] == ["user", "assistant", "user", "assistant"]
-    assert chat.messages[1]["content"] == said
+def test_threads_take_turns(engine):
+    """A second reply ends the first, wherever it comes from; neither sees the other's half-done round."""
+    whole = collect(engine.generate(PROMPT, FREE, method="none"))[1].ids
+    finishes = []
+
+    def work():
+        for _ in range(8):
+            generation = engine.generate(PROMPT, FREE, method="none")
+            for _ in generation:
+                pass
+            finishes.append(generation.finish)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(finishes) == 24
+    assert all(finish.ids == whole[: len(finish.ids)] for finish in finishes)
+    assert consistent(engine)
 
 
-def test_a_turn_that_does_not_fit_changes_nothing(engine):
-    chat = engine.chat()
-    with pytest.raises(PromptError, match="shorten it"):
-        chat.send("fox " * 3000)
-    assert chat.messages == []
-
-
-def test_a_chat_is_saved_and_loaded(engine, tmp_path):
-    chat = engine.chat("Be brief.", FREE)
-    collect(chat.send("hello"))
-    chat.save(tmp_path / "talk.json")
-    other = engine.chat()
-    other.load(tmp_path / "talk.json")
-    assert other.messages == chat.messages
-    assert other.system == "Be brief."
-    for text in ("{}", "[]", '{"messages": [{"role": "root", "content": "x"}]}', '{"messages": 3}', "\xff", "[" * 9999):
-        (tmp_path / "bad.json").write_text(text, encoding="latin-1")
-        with pytest.raises(UsageError, match="not a conversation saved by /save"):
-            other.load(tmp_path / "bad.json")
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
-        other.load(tmp_path / "none.json")
-    assert other.messages == chat.messages
-    assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+@pytest.mark.parametrize("threads", [0, -1, 100_000, "a", 1.5, True])
+def test_a_number_of_threads_that_cannot_be(tiny_bundle, threads):
+    with pytest.raises(UsageError, match=r"threads is .*: give a number from 1 to [0-9]+"):
+        Engine(tiny_bundle, threads=threads)
 
 
 def test_a_bundle_damaged_in_any_file_is_refused(tiny_bundle, tmp_path):
