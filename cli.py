@@ -45,7 +45,8 @@ class _Group(click.Group):
             raise
         except OSError as error:
             _abandon_output()
-            raise click.ClickException(clean_line(f"cannot write the output: {error.strerror or error}")) from None
+            where = error.filename or "cannot write the output"
+            raise click.ClickException(clean_line(f"{where}: {error.strerror or error}")) from None
 
 
 def _abandon_output() -> None:
