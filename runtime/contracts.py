@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ __all__ = [
     "Round",
     "Rows",
     "Sampler",
+    "SamplingDrafter",
     "Target",
     "Verdict",
     "Verifier",
@@ -235,6 +236,18 @@ class Drafter(Protocol):
     def rewind(self, length: int) -> None:
         """Forgets whatever it knows of tokens from `length` on."""
         ...
+
+
+@runtime_checkable
+class SamplingDrafter(Drafter, Protocol):
+    """A drafter that can draw from a law of its own.
+
+    Attributes:
+        sample: Set before each reply: whether the verifier weighs that law (rejection) or
+            compares tokens, for which the likeliest guess is better.
+    """
+
+    sample: bool
 
 
 class Verifier(Protocol):

@@ -14,11 +14,9 @@ from typing import Any
 
 from specedge.runtime.bundle import Bundle, GraphSpec, Manifest, open_bundle
 from specedge.runtime.chat import Chat
-from specedge.runtime.contracts import Drafter, Target
+from specedge.runtime.contracts import Drafter, SamplingDrafter, Target
 from specedge.runtime.drafters.guard import GuardedDrafter
-from specedge.runtime.drafters.model import ModelDrafter
 from specedge.runtime.drafters.registry import method_names, open_drafter
-from specedge.runtime.drafters.self_draft import SelfDrafter
 from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.generation import Generation
@@ -215,7 +213,7 @@ class Engine:
             self._drafters[method] = open_drafter(method, self.manifest, self._decoder)
             self._session.drafters.append(self._drafters[method])
         drafter = self._drafters[method]
-        if isinstance(drafter, (ModelDrafter, SelfDrafter)):
+        if isinstance(drafter, SamplingDrafter):
             drafter.sample = options.accept == "rejection" and not options.greedy
         return drafter
 
