@@ -86,7 +86,7 @@ def main() -> None:
 @click.option("--precision", help="fp32, fp16, int8 or int4. [default: fp32 on a CPU, fp16 on CUDA]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or tensorrt.")
 @click.option(
-    "--draft", "drafts", multiple=True, help="self-int4, self-int8 or none; may be repeated.  [default: the fastest]"
+    "--draft", "drafts", multiple=True, help="self-int4, self-int8 or none; may be repeated.  [default: by device]"
 )
 @click.option("--capacity", type=int, help="Most tokens of prompt and reply together.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Check what the bundle computes.")

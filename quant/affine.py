@@ -6,7 +6,8 @@ A block spans from its smallest weight m to its largest in 15 steps of d (GGUF's
 
 An integer zero point rounds m to a multiple of d: all weights of the block are then off by the
 same amount, and errors of one sign add up. MatMulNBits takes real zero points too, but computes
-with them 40 times slower on a CPU. Here the shift stays exact enough at nearly no cost: since
+with them 40 times slower on a CPU. Here the shift stays exact enough at a tenth of a pass's time
+(7.4 against 6.8 ms on SmolLM2-135M, two threads): since
 
     sum_i o x_i = o * (sum_i x_i)   over a block,
 

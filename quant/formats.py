@@ -59,7 +59,7 @@ FORMATS: dict[str, dict[str, Format]] = {
 }
 
 # A target pays for many rows (prompts, trees), where int8 columns are cheapest; a draft runs one row
-# at a time, where 8-bit blocks are: 9 ms to 13 ms a pass of SmolLM2-135M, and nearer to fp32.
+# at a time, where 8-bit blocks are: 8.7 to 11.8 ms a pass of SmolLM2-135M on one thread, and nearer to fp32.
 _DRAFTS: dict[tuple[str, str], Format] = {
     ("cpu", "int8"): Format("int8", "blocks", "float32", 8, block_size=64),
 }

@@ -112,7 +112,7 @@ class Manifest:
         family: Which builder wrote the graphs ("llama"), or "optimum".
         device: What the bundle was exported for.
         target: The graph that verifies.
-        drafts: Draft models by name, fastest first.
+        drafts: Draft models by name, the default first.
         standard: Path of the graph with standard inputs and outputs.
         vocab_size: Number of token ids the target gives logits for.
         bos_token_id: Begin-of-text token, if the tokenizer prepends one.

@@ -86,7 +86,7 @@ class Engine:
     @property
     def default_method(self) -> str:
         """The bundle's first draft model, else n-gram lookup."""
-        return next((method for method in self.methods if method.startswith("draft:")), "ngram")
+        return self._first_draft or "ngram"
 
     def generate(self, prompt: str | Sequence[int], options: Options | None = None, **overrides: Any) -> Generation:
         """Starts a reply.
@@ -157,8 +157,8 @@ class Engine:
         """
         if method is None:
             return self.default_method
-        if method == "draft" and (first := next((m for m in self.methods if m.startswith("draft:")), None)):
-            return first
+        if method == "draft" and self._first_draft:
+            return self._first_draft
         if method not in self.methods:
             raise UsageError(f"method {method!r} is not in {self.folder}; choose one of {', '.join(self.methods)}")
         return method
@@ -188,6 +188,10 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _first_draft(self) -> str | None:
+        return next((method for method in self.methods if method.startswith("draft:")), None)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         vocab = self.manifest.vocab_size

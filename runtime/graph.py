@@ -23,7 +23,7 @@ from specedge.runtime.tree import positions, visibility
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-__all__ = ["PREFILL_CHUNK", "Decoder", "cache_shape", "check_room"]
+__all__ = ["PREFILL_CHUNK", "Decoder", "cache_rows", "cache_shape", "check_room"]
 
 PREFILL_CHUNK = 256
 # Wider passes get a binding for the one run: padding a prompt would cost more than binding it.
@@ -63,9 +63,7 @@ class Decoder:
             )
         if host is not None and (cache_shape(spec) != cache_shape(host.spec) or spec.capacity < host.capacity):
             raise BundleError(f"{path}: its cache does not fit into that of {host.spec.file}; export the bundle again")
-        rows = host.capacity if host is not None else spec.capacity if capacity is None else capacity
-        if not 2 <= rows <= spec.capacity:
-            raise UsageError(f"capacity is {rows}: the graph was exported for 2 to {spec.capacity} rows")
+        rows = host.capacity if host is not None else cache_rows(spec, capacity)
         self.spec: GraphSpec = spec
         self._session = open_session(path, device=device, threads=threads)
         _check_interface(self._session, spec, path)
@@ -143,6 +141,19 @@ class Decoder:
                 return binding
             self._bindings[key] = binding
         return self._bindings[key]
+
+
+def cache_rows(spec: GraphSpec, capacity: int | None) -> int:
+    """Rows of cache to allocate: `capacity`, or where it is None what the graph was exported for.
+
+    Raises:
+        UsageError: It is no whole number, or more than the graph was exported for.
+    """
+    if capacity is None:
+        return spec.capacity
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or not 2 <= capacity <= spec.capacity:
+        raise UsageError(f"capacity is {capacity!r}: the graph was exported for 2 to {spec.capacity} rows")
+    return capacity
 
 
 def cache_shape(spec: GraphSpec) -> tuple[int, int, int, str]:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import EMPTY_DRAFT, Draft, GraphNames, Rows
-from specedge.runtime.errors import BundleError, UsageError
-from specedge.runtime.graph import PREFILL_CHUNK, check_room
+from specedge.runtime.errors import BundleError
+from specedge.runtime.graph import PREFILL_CHUNK, cache_rows, check_room
 from specedge.runtime.providers import open_session
 
 __all__ = ["GrowingDecoder"]
@@ -34,11 +34,8 @@ class GrowingDecoder:
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        rows = spec.capacity if capacity is None else capacity
-        if not 2 <= rows <= spec.capacity:
-            raise UsageError(f"capacity is {rows}: the graph was exported for 2 to {spec.capacity} rows")
         self.spec = spec
-        self.capacity = rows
+        self.capacity = cache_rows(spec, capacity)
         self.length = 0
         self._nodes = 0
         self._session = open_session(path, device=device, threads=threads)

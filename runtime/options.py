@@ -21,7 +21,7 @@ class Options:
     """Options of one reply.
 
     Attributes:
-        method: "none", "draft", "draft:NAME" or "ngram"; None takes the fastest the bundle holds.
+        method: "none", "draft", "draft:NAME" or "ngram"; None takes the bundle's default.
         accept: "exact" (a seed gives the same text under every method) or "rejection"
             (the same law, more accepted tokens when sampling).
         draft_length: Most tokens drafted a round, 1 to 31.

@@ -88,11 +88,6 @@ class Text:
             where=str(bundle.folder),
         )
 
-    @property
-    def has_template(self) -> bool:
-        """Whether the model was made for chatting."""
-        return self._template is not None
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it stands, after the begin-of-text token where the model has one.
 

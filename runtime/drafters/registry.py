@@ -24,7 +24,7 @@ class Method:
     """One kind of drafter.
 
     Attributes:
-        parts: Names of what the bundle holds for it, fastest first; () where it holds nothing.
+        parts: Names of what the bundle holds for it, the default first; () where it holds nothing.
             "" stands for a drafter that needs nothing of the bundle.
         open: Makes the drafter for one of these names.
     """

@@ -16,27 +16,9 @@ from specedge.export import pipeline
 from specedge.export.pipeline import PHASES, ExportOptions, export
 from specedge.runtime.bundle import open_bundle
 from specedge.runtime.errors import ParityError, StorageError
+from specedge.tests.export.bundles import QUICK, is_whole, names
 
 pytest.importorskip("onnx")
-
-QUICK = ExportOptions(drafts=("none",), verify=False)
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-@pytest.fixture
-def old(tiny_checkpoint, tmp_path) -> Path:
-    """A bundle that stands already, alone in its folder."""
-    folder = tmp_path / "home" / "bundle"
-    export(str(tiny_checkpoint), folder, QUICK)
-    return folder
-
-
-def is_whole(folder: Path) -> bool:
-    open_bundle(folder, verify=True)
-    return names(folder.parent) == {"bundle"}
 
 
 class Injector:

@@ -14,6 +14,7 @@ import pytest
 from specedge.export.checkpoint import Checkpoint, Tokenizer
 from specedge.export.interop import config_json, genai_config, generation_config, tokenizer_config, write_interop
 from specedge.runtime.bundle import GraphSpec
+from specedge.tests.export.bundles import TEXTS
 
 SPEC = GraphSpec(
     file="onnx/target.onnx",
@@ -112,14 +113,7 @@ class TestGenai:
 def test_every_file_is_written_and_a_base_model_has_no_template(tmp_path):
     write_interop(tmp_path, checkpoint(), SPEC)
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "genai_config.json",
-    }
+    assert written == TEXTS
     base = tmp_path / "base"
     base.mkdir()
     write_interop(base, checkpoint(tokenizer=Tokenizer("{}", {})), SPEC)

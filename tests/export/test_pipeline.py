@@ -22,40 +22,15 @@ from specedge.runtime.errors import (
     StorageError,
     UsageError,
 )
+from specedge.tests.export.bundles import QUICK, TEXTS, is_whole, names
 
 pytest.importorskip("onnx")
 
-QUICK = ExportOptions(drafts=("none",), verify=False)
-TEXTS = {
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "genai_config.json",
-}
 GRAPHS = {"onnx/target.onnx", "onnx/model.onnx", "onnx/model.onnx_data"}
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture
-def old(tiny_checkpoint, tmp_path) -> Path:
-    """A bundle that stands already, alone in its folder."""
-    folder = tmp_path / "home" / "bundle"
-    export(str(tiny_checkpoint), folder, QUICK)
-    return folder
-
-
-def is_whole(folder: Path) -> bool:
-    open_bundle(folder, verify=True)
-    return names(folder.parent) == {"bundle"}
 
 
 class TestOptions:

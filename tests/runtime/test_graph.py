@@ -184,8 +184,9 @@ def test_a_smaller_cache_than_exported(graph, checkpoint, close):
     ids = np.random.default_rng(7).integers(0, 160, 12)
     close(decoder.forward(ids.tolist()).logits[0], forward(checkpoint, ids)[0][-1])
     assert decoder.pool.shape[3] == 16
-    with pytest.raises(UsageError, match="exported for 2 to 96 rows"):
-        Decoder(*graph, capacity=97, threads=1)
+    for capacity in (97, 1, "a", 20.5, True):
+        with pytest.raises(UsageError, match="exported for 2 to 96 rows"):
+            Decoder(*graph, capacity=capacity, threads=1)
 
 
 @pytest.mark.parametrize(

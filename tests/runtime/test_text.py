@@ -109,10 +109,10 @@ def test_begin_of_text_stands_once():
 
 
 def test_without_a_template_messages_are_joined():
-    assert not PIECES.has_template and "chat template" in PIECES.notes[0]
+    assert "chat template" in PIECES.notes[0]
     messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "in"}]
     assert PIECES.chat_prompt(messages) == PIECES.encode("the\nin")
-    assert BYTES.has_template and not BYTES.notes
+    assert not BYTES.notes
 
 
 @pytest.mark.parametrize(
