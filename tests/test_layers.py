@@ -36,7 +36,7 @@ OTHERS = {
     "models": {"numpy"},
     "quant": {"numpy", "ml_dtypes"},
     "export": {"numpy", "onnx", "onnxruntime", "ml_dtypes", "safetensors", "gguf", "huggingface_hub", "tokenizers"},
-    "train": {"numpy", "safetensors", "tokenizers", "onnxruntime"} | TORCH,
+    "train": {"numpy", "safetensors", "tokenizers", "onnxruntime", "click"} | TORCH,
     "runtime": {"numpy", "onnxruntime", "tokenizers", "jinja2", "click", "rich"},
     "cli.py": {"click", "rich"},
     "__main__.py": set(),
