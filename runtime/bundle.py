@@ -15,9 +15,10 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any
 
 from specedge.runtime.errors import BundleError, BundleFileError
+from specedge.runtime.schema import fields_of, mapping_of, one_line, parse_json
 
 __all__ = [
     "FORMAT",
@@ -36,7 +37,6 @@ MANIFEST = "specedge.json"
 FLAVOURS = ("gqa", "growing")
 DEVICES = ("cpu", "cuda", "tensorrt")
 _MAX_MANIFEST = 4 << 20
-_MAX_DEPTH = 32
 _HASH_CHUNK = 1 << 20
 _SAFE_PART = re.compile(r"[A-Za-z0-9._+:@,=-]+")
 
@@ -58,6 +58,7 @@ class GraphSpec:
         weight_bytes: Size of the weights.
         shares_cache: A draft that is the target itself in fewer bits works in the target's cache:
             it reads the target's keys and values and writes its own behind them.
+        cache_layers: Where it shares the cache: which of the target's layers each of its own is; (): all, in order.
     """
 
     file: str
@@ -72,6 +73,7 @@ class GraphSpec:
     cache_dtype: str
     weight_bytes: int
     shares_cache: bool = False
+    cache_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.flavour not in FLAVOURS:
@@ -81,6 +83,9 @@ class GraphSpec:
         for name in ("layers", "kv_heads", "head_dim", "hidden_size", "vocab_size", "capacity"):
             if not 0 < getattr(self, name) < 1 << 31:
                 raise ValueError(f"{name} is {getattr(self, name)}")
+        kept = self.cache_layers
+        if kept and (not self.shares_cache or len(kept) != self.layers or list(kept) != sorted(set(kept))):
+            raise ValueError(f"cache_layers {list(kept)} are not the layers of the {self.layers} it has, in order")
 
     @property
     def cache_bytes(self) -> int:
@@ -257,32 +262,26 @@ def _parse_manifest(source: Path) -> Manifest:
     if source.stat().st_size > _MAX_MANIFEST:
         raise BundleError(f"{source}: larger than a manifest can be; export the bundle again")
     try:
-        raw = json.loads(
-            source.read_text(encoding="utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant,
-        )
-        _check_depth(raw)
-        return _manifest(raw)
+        return _manifest(parse_json(source.read_text(encoding="utf-8")))
     except RecursionError:
         raise BundleError(f"{source}: nested too deeply; export the bundle again") from None
     except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise BundleError(f"{source}: {_one_line(error)}; export the bundle again") from None
+        raise BundleError(f"{source}: {one_line(error)}; export the bundle again") from None
 
 
 def _manifest(raw: Any) -> Manifest:
-    values = _fields(Manifest, raw, "the manifest")
+    values = fields_of(Manifest, raw, "the manifest")
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']!r} where this version reads {FORMAT}")
     if values["device"] not in DEVICES:
         raise ValueError(f"device {values['device']!r} is none of {', '.join(DEVICES)}")
     values["target"] = _graph(values["target"], "target")
     values["drafts"] = {
-        _name(name): _graph(graph, f"draft {name!r}") for name, graph in _mapping(values["drafts"], "drafts").items()
+        _name(name): _graph(graph, f"draft {name!r}") for name, graph in mapping_of(values["drafts"], "drafts").items()
     }
     values["files"] = {
-        _safe_path(name): FileEntry(**_fields(FileEntry, entry, f"file {name!r}"))
-        for name, entry in _mapping(values["files"], "files").items()
+        _safe_path(name): FileEntry(**fields_of(FileEntry, entry, f"file {name!r}"))
+        for name, entry in mapping_of(values["files"], "files").items()
     }
     if len({name.casefold() for name in values["files"]}) != len(values["files"]):
         raise ValueError("two files differ only in case")
@@ -294,56 +293,25 @@ def _manifest(raw: Any) -> Manifest:
     for graph in (manifest.target, *manifest.drafts.values()):
         if graph.shares_cache and (graph is manifest.target or not (graph.tree and manifest.target.tree)):
             raise ValueError(f"{graph.file} cannot share the target's cache")
-        if graph.vocab_size != manifest.vocab_size:
+        if graph.vocab_size != manifest.vocab_size and (graph is manifest.target or graph.shares_cache):
             raise ValueError(f"{graph.file} has {graph.vocab_size} tokens where {manifest.vocab_size} belong")
+        if any(not 0 <= layer < manifest.target.layers for layer in graph.cache_layers):
+            raise ValueError(f"{graph.file}: cache_layers are not all within the target's {manifest.target.layers}")
     return manifest
 
 
 def _graph(raw: Any, where: str) -> GraphSpec:
-    spec = GraphSpec(**_fields(GraphSpec, raw, where))
+    values = fields_of(GraphSpec, raw, where)
+    if any(type(layer) is not int for layer in values["cache_layers"]):
+        raise ValueError(f"{where}: cache_layers are not whole numbers")
+    spec = GraphSpec(**{**values, "cache_layers": tuple(values["cache_layers"])})
     _safe_path(spec.file)
     return spec
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "bool": (bool,),
-    "int": (int,),
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "int | None": (int, type(None)),
-    "tuple[int, ...]": (list,),
-}
-
-
-def _fields(cls: type, raw: Any, where: str) -> dict[str, Any]:
-    """Takes a dataclass's fields out of JSON; unknown, missing and wrongly typed ones are errors."""
-    mapping = dict(_mapping(raw, where))
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):
-        if item.name in mapping:
-            value = mapping.pop(item.name)
-            kinds = _KINDS.get(str(item.type))
-            if (isinstance(value, bool) and kinds != (bool,)) or (kinds is not None and not isinstance(value, kinds)):
-                raise ValueError(f"{where}: {item.name} is {_one_line(value)}")
-            values[item.name] = value
-        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}: {item.name} is missing")
-        elif item.default is not dataclasses.MISSING:
-            values[item.name] = item.default
-    if mapping:
-        raise ValueError(f"{where}: unknown key {_one_line(min(mapping))}")
-    return values
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is not an object")
-    return value
-
-
 def _token(value: Any, vocab_size: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise ValueError(f"token id {_one_line(value)} is outside the vocabulary of {vocab_size}")
+        raise ValueError(f"token id {one_line(value)} is outside the vocabulary of {vocab_size}")
     return value
 
 
@@ -356,7 +324,7 @@ def _name(name: str) -> str:
 def _safe_path(name: Any) -> str:
     """A relative path with slashes that stays inside the folder under POSIX and Windows rules."""
     if not isinstance(name, str):
-        raise ValueError(f"path {_one_line(name)} is not text")
+        raise ValueError(f"path {one_line(name)} is not text")
     parts = PurePosixPath(name).parts
     if (
         not parts
@@ -367,29 +335,3 @@ def _safe_path(name: Any) -> str:
     if re.match(r"[A-Za-z]:", name):
         raise ValueError(f"path {name!r} leaves the bundle")
     return name
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return result
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _check_depth(value: Any, depth: int = 0) -> None:
-    if depth > _MAX_DEPTH:
-        raise ValueError("nested too deeply")
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for child in children:
-        _check_depth(child, depth + 1)
-
-
-def _one_line(value: object) -> str:
-    """A value of an untrusted file, short and without control characters."""
-    text = str(value) if isinstance(value, Exception) else repr(value)
-    text = "".join(character if character.isprintable() else "?" for character in text)
-    return text if len(text) <= 160 else text[:157] + "..."

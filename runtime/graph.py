@@ -61,13 +61,13 @@ class Decoder:
             raise BundleError(
                 f"{path}: a {spec.flavour} graph where a speculative one belongs; export the bundle again"
             )
-        if host is not None and (cache_shape(spec) != cache_shape(host.spec) or spec.capacity < host.capacity):
+        if host is not None and not _fits_cache(spec, host):
             raise BundleError(f"{path}: its cache does not fit into that of {host.spec.file}; export the bundle again")
         rows = host.capacity if host is not None else cache_rows(spec, capacity)
         self.spec: GraphSpec = spec
         self._session = open_session(path, device=device, threads=threads)
         _check_interface(self._session, spec, path)
-        self._cache = Cache(spec, rows, None if host is None else host.pool)
+        self._cache = Cache(spec if host is None else host.spec, rows, None if host is None else host.pool)
         self._bindings: dict[tuple[int, int], _Binding] = {}
         self._last: _Binding | None = None
         self._nodes = 0
@@ -82,7 +82,7 @@ class Decoder:
 
     @property
     def pool(self) -> NDArray[Any]:
-        """The cache's array, [2 * layers, 1, kv_heads, capacity, head_dim]."""
+        """The cache's array, [2 * layers, 1, kv_heads, capacity, head_dim]; a host's has all of the host's layers."""
         return self._cache.pool
 
     def forward(self, pending: Sequence[int], draft: Draft = EMPTY_DRAFT) -> Rows:
@@ -161,6 +161,15 @@ def cache_shape(spec: GraphSpec) -> tuple[int, int, int, str]:
     return spec.layers, spec.kv_heads, spec.head_dim, spec.cache_dtype
 
 
+def _fits_cache(spec: GraphSpec, host: Decoder) -> bool:
+    """Whether a graph's layers are some of a host's, over positions as many as its cache has."""
+    layers, *shape = cache_shape(spec)
+    host_layers, *host_shape = cache_shape(host.spec)
+    kept = spec.cache_layers or tuple(range(layers))
+    whole = bool(spec.cache_layers) or layers == host_layers
+    return whole and shape == host_shape and max(kept) < host_layers and spec.capacity >= host.capacity
+
+
 class _Binding:
     """Buffers and IOBinding of one width; refilled in place, so a pass binds nothing."""
 
@@ -219,9 +228,9 @@ class _Binding:
         self._session.run_with_iobinding(self._io)
 
     def _bind_cache(self, spec: GraphSpec, cache: Cache) -> None:
-        for layer in range(spec.layers):
+        for layer, slot in enumerate(spec.cache_layers or range(spec.layers)):
             for offset, kind in enumerate(("key", "value")):
-                tensor = cache.pool[2 * layer + offset]
+                tensor = cache.pool[2 * slot + offset]
                 self._bind(self._io.bind_input, GraphNames.past(layer, kind), tensor)
                 self._bind(self._io.bind_output, GraphNames.present(layer, kind), tensor)
 

@@ -171,6 +171,7 @@ def test_what_the_manifest_is_told(tmp_path):
         "cache_dtype": "float16",
         "weight_bytes": sum(told),
         "shares_cache": False,
+        "cache_layers": (),
     }
     assert {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}["target.onnx_data"] == sum(told)
 

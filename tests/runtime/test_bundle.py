@@ -150,3 +150,46 @@ def test_only_a_draft_shares_the_targets_cache(folder):
     edit(folder, lambda d: d["target"].update(shares_cache=1))
     with pytest.raises(BundleError, match="shares_cache is 1"):
         open_bundle(folder)
+
+
+def sharing(folder, **changes):
+    """Adds a draft of two layers that shares the cache of a target of four."""
+
+    def change(manifest):
+        manifest["target"].update(layers=4)
+        manifest["drafts"]["layers-2"] = {**manifest["target"], "layers": 2, "shares_cache": True, **changes}
+
+    edit(folder, change)
+
+
+def test_a_draft_names_the_layers_it_kept(folder):
+    sharing(folder, cache_layers=[0, 3])
+    (draft, *_) = open_bundle(folder).manifest.drafts.values()
+    assert draft.cache_layers == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache_layers": [0, 4]}, "not all within the target's 4"),
+        ({"cache_layers": [-1, 2]}, "not all within the target's 4"),
+        ({"cache_layers": [3, 0]}, "not the layers of the 2 it has, in order"),
+        ({"cache_layers": [1, 1]}, "not the layers of the 2 it has, in order"),
+        ({"cache_layers": [1]}, "not the layers of the 2 it has, in order"),
+        ({"cache_layers": [0, 1], "shares_cache": False}, "not the layers of the 2 it has, in order"),
+        ({"cache_layers": [0, True]}, "not whole numbers"),
+        ({"cache_layers": [0, "1"]}, "not whole numbers"),
+        ({"cache_layers": 2}, "cache_layers is 2"),
+        ({"cache_layers": [0, 3], "vocab_size": 7}, "has 7 tokens where"),
+    ],
+)
+def test_layers_that_a_draft_cannot_have_kept(folder, changes, message):
+    sharing(folder, **changes)
+    with pytest.raises(BundleError, match=message):
+        open_bundle(folder)
+
+
+def test_a_draft_with_a_cache_of_its_own_may_be_padded_to_another_width(folder):
+    sharing(folder, shares_cache=False, vocab_size=7)
+    (draft, *_) = open_bundle(folder).manifest.drafts.values()
+    assert draft.vocab_size == 7
