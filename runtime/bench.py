@@ -8,10 +8,8 @@ timed: the first pass, which runs the prompt and gives the first token, stands a
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from specedge.runtime.errors import UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.options import DEFAULT_DRAFT_LENGTH, Options
 from specedge.runtime.overhead import loop_cost
+from specedge.runtime.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from specedge.runtime.engine import Engine
@@ -31,19 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN", "Progress", "Prompt", "read_prompts", "run", "table", "write_result"]
 
 _WARM_UP_TOKENS = 8
-_MAX_LINE = 1 << 20
 
 Progress = Callable[[int, int, str], None]
 """Told how many answers are done, of how many, and which contender answers next."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One line of a prompt file; `text` is its first turn."""
-
-    question_id: str
-    category: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -65,13 +54,14 @@ class _Contender:
 
 def run(
     bundle: str | os.PathLike[str],
-    prompts_file: str | os.PathLike[str],
+    prompts: str | os.PathLike[str] | Sequence[Prompt],
     *,
     methods: Sequence[str] | None = None,
     baselines: Sequence[str | os.PathLike[str]] = (),
     limit: int | None = None,
     max_tokens: int = 128,
     draft_length: int = DEFAULT_DRAFT_LENGTH,
+    draft_lengths: Mapping[str, int] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -79,16 +69,17 @@ def run(
 
     Args:
         bundle: The bundle's folder.
-        prompts_file: JSON lines with `question_id`, `category` and `turns`. The first turn is
-            asked as a chat of one user message; later turns are not used.
+        prompts: Prompts, or a file of them: JSON lines with `question_id`, `category` and `turns`.
+            The first turn is asked as a chat of one user message; later turns are not used.
         methods: Names as `--method` takes them; None: all that the bundle holds. Plain
             decoding, "none", always takes part.
         baselines: Folders of other bundles of the same model (a plain INT4 one, say). Their
             plain decoding takes part as "none@FOLDER".
-        limit: Most prompts of each category; None: all.
+        limit: Most prompts of each category that are taken from a file; None: all.
         max_tokens: Most tokens of a reply. A prompt that leaves no room for them in the
             shortest cache is skipped and counted.
         draft_length: Most tokens drafted a round.
+        draft_lengths: The same for single methods, by their names in `methods`.
         threads: Threads of the engines; None: their default.
         progress: Told of each answer.
 
@@ -103,13 +94,14 @@ def run(
     from specedge.runtime.engine import Engine
     from specedge.runtime.providers import default_threads
 
-    prompts = read_prompts(Path(prompts_file), limit)
+    if isinstance(prompts, (str, os.PathLike)):
+        prompts = read_prompts(Path(prompts), limit)
     options = Options(max_tokens=max_tokens, draft_length=draft_length)
     load = _load_average()
     with ExitStack() as stack:
         engines = [stack.enter_context(Engine(folder, threads=threads)) for folder in (bundle, *baselines)]
-        contenders = _contenders(engines, methods, [Path(folder) for folder in baselines], options)
-        asked = _fitting(engines, prompts, max_tokens, Path(prompts_file))
+        contenders = _contenders(engines, methods, [Path(folder) for folder in baselines], options, draft_lengths or {})
+        asked = _fitting(engines, prompts, max_tokens)
         replies = _measure(contenders, [ids for _, ids in asked], progress)
         return {
             **_facts(engines[0]),
@@ -118,6 +110,7 @@ def run(
             "skipped": len(prompts) - len(asked),
             "max_tokens": max_tokens,
             "draft_length": draft_length,
+            **({"draft_lengths": dict(draft_lengths)} if draft_lengths else {}),
             "methods": summarise([prompt.category for prompt, _ in asked], replies),
             "loop": loop_cost(engines[0]),
             "notes": _notes(replies),
@@ -125,65 +118,20 @@ def run(
         }
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Reads a prompt file, in its order, at most `limit` prompts of each category.
-
-    Raises:
-        UsageError: The file cannot be read, has no prompt, or a line of it is not one.
-    """
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit is {limit}: give the number of prompts a category, 1 or more")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; give a file of prompts, one JSON object a line") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not UTF-8 text; give a file of prompts, one JSON object a line") from None
-    seen: Counter[str] = Counter()
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        prompt = _prompt(line, f"{path}:{number}")
-        seen[prompt.category] += 1
-        if limit is None or seen[prompt.category] <= limit:
-            prompts.append(prompt)
-    if not prompts:
-        raise UsageError(f"{path}: no prompt in this file; write one JSON object a line")
-    return prompts
-
-
-def _prompt(line: str, where: str) -> Prompt:
-    """One line of a prompt file, checked."""
-    wanted = 'write {"question_id": 1, "category": "writing", "turns": ["..."]}'
-    if len(line) > _MAX_LINE:
-        raise UsageError(f"{where}: {len(line):,} characters, more than a prompt can have")
-    try:
-        raw = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UsageError(f"{where}: not JSON; {wanted}") from None
-    if not isinstance(raw, dict):
-        raise UsageError(f"{where}: not an object; {wanted}")
-    for name in ("question_id", "category", "turns"):
-        if name not in raw:
-            raise UsageError(f"{where}: {name} is missing; {wanted}")
-    identity, category, turns = raw["question_id"], raw["category"], raw["turns"]
-    if isinstance(identity, bool) or not isinstance(identity, (int, str)):
-        raise UsageError(f"{where}: question_id is neither a number nor text; {wanted}")
-    if not isinstance(category, str) or not category.strip() or not category.isprintable():
-        raise UsageError(f"{where}: category is not a printable name; {wanted}")
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        raise UsageError(f"{where}: turns is not a list that begins with a text; {wanted}")
-    return Prompt(str(identity), category, turns[0])
-
-
 def _contenders(
-    engines: Sequence[Engine], methods: Sequence[str] | None, baselines: Sequence[Path], options: Options
+    engines: Sequence[Engine],
+    methods: Sequence[str] | None,
+    baselines: Sequence[Path],
+    options: Options,
+    draft_lengths: Mapping[str, int],
 ) -> list[_Contender]:
     """Plain decoding first, then the methods, then the other bundles."""
     engine, *others = engines
     names = dict.fromkeys((PLAIN, *(engine.methods if methods is None else methods)))
-    contenders = [_Contender(name, engine, replace(options, method=engine.resolve_method(name))) for name in names]
+    contenders = []
+    for name in names:
+        method, length = engine.resolve_method(name), draft_lengths.get(name, options.draft_length)
+        contenders.append(_Contender(name, engine, replace(options, method=method, draft_length=length)))
     for folder, other in zip(baselines, others, strict=True):
         name = OTHER_BUNDLE + folder.resolve().name
         if any(contender.name == name for contender in contenders):
@@ -200,9 +148,7 @@ def _vocabulary(engine: Engine) -> tuple[int, str]:
     return manifest.vocab_size, manifest.files["tokenizer.json"].sha256
 
 
-def _fitting(
-    engines: Sequence[Engine], prompts: Sequence[Prompt], max_tokens: int, path: Path
-) -> list[tuple[Prompt, list[int]]]:
+def _fitting(engines: Sequence[Engine], prompts: Sequence[Prompt], max_tokens: int) -> list[tuple[Prompt, list[int]]]:
     """The prompts that leave room for a whole reply in every cache, with their token ids."""
     room = min(
         graph.capacity for engine in engines for graph in (engine.manifest.target, *engine.manifest.drafts.values())
@@ -213,9 +159,7 @@ def _fitting(
         if len(ids) + max_tokens <= room:
             asked.append((prompt, list(ids)))
     if not asked:
-        raise UsageError(
-            f"{path}: no prompt leaves room for {max_tokens} tokens in a context of {room}; lower --max-tokens"
-        )
+        raise UsageError(f"no prompt leaves room for {max_tokens} tokens in a context of {room}; lower --max-tokens")
     return asked
 
 

@@ -201,6 +201,23 @@ def test_draft_is_a_name_as_method_takes_it(engines, prompts_file):
     assert list(result["methods"]) == ["none", "draft"]
 
 
+def test_prompts_and_draft_lengths_may_be_given(engines, prompts_file, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        FakeEngine,
+        "generate",
+        lambda self, ids, options, real=FakeEngine.generate: (
+            taken.append((options.method, options.draft_length)),
+            real(self, ids, options),
+        )[1],
+    )
+    prompts = bench.read_prompts(prompts_file, 1)
+    result = bench.run("main", prompts, methods=["draft", "ngram"], draft_lengths={"draft": 2}, max_tokens=5)
+    assert result["prompts"] == 2 and result["draft_lengths"] == {"draft": 2}
+    assert set(taken) == {("none", 4), ("draft:self-int4", 2), ("ngram", 4)}
+    assert "draft_lengths" not in bench.run("main", prompts, max_tokens=5)
+
+
 def test_progress_counts_every_answer(engines, prompts_file):
     seen = []
     bench.run("main", prompts_file, max_tokens=2, progress=lambda *step: seen.append(step))

@@ -1,0 +1,90 @@
+"""Files of prompts: JSON lines, each with an id, a category and the turns of a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specedge.runtime.errors import UsageError
+
+__all__ = ["Prompt", "read_prompts", "spread"]
+
+_MAX_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file; `text` is its first turn."""
+
+    question_id: str
+    category: str
+    text: str
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Reads a prompt file, in its order, at most `limit` prompts of each category.
+
+    Each line is an object with `question_id` (or `id`), `category` and `turns`.
+
+    Raises:
+        UsageError: The file cannot be read, has no prompt, or a line of it is not one.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit is {limit}: give the number of prompts a category, 1 or more")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; give a file of prompts, one JSON object a line") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text; give a file of prompts, one JSON object a line") from None
+    seen: Counter[str] = Counter()
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompt = _prompt(line, f"{path}:{number}")
+        seen[prompt.category] += 1
+        if limit is None or seen[prompt.category] <= limit:
+            prompts.append(prompt)
+    if not prompts:
+        raise UsageError(f"{path}: no prompt in this file; write one JSON object a line")
+    return prompts
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` of the prompts, the categories taking turns; each category's in the order of the file."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for prompt in prompts:
+        turns.append(seen[prompt.category])
+        seen[prompt.category] += 1
+    order = sorted(range(len(prompts)), key=turns.__getitem__)  # stable: within a turn, the order of the file
+    return [prompts[place] for place in order[:count]]
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    """One line of a prompt file, checked."""
+    wanted = 'write {"question_id": 1, "category": "writing", "turns": ["..."]}'
+    if len(line) > _MAX_LINE:
+        raise UsageError(f"{where}: {len(line):,} characters, more than a prompt can have")
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{where}: not JSON; {wanted}") from None
+    if not isinstance(raw, dict):
+        raise UsageError(f"{where}: not an object; {wanted}")
+    raw.setdefault("question_id", raw.get("id"))
+    for name in ("question_id", "category", "turns"):
+        if raw.get(name) is None:
+            raise UsageError(f"{where}: {name} is missing; {wanted}")
+    identity, category, turns = raw["question_id"], raw["category"], raw["turns"]
+    if isinstance(identity, bool) or not isinstance(identity, (int, str)):
+        raise UsageError(f"{where}: question_id is neither a number nor text; {wanted}")
+    if not isinstance(category, str) or not category.strip() or not category.isprintable():
+        raise UsageError(f"{where}: category is not a printable name; {wanted}")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise UsageError(f"{where}: turns is not a list that begins with a text; {wanted}")
+    return Prompt(str(identity), category, turns[0])
