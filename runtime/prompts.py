@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,16 @@ class Prompt:
     text: str
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path, limit: int | None = None, *, labelled: bool = True) -> list[Prompt]:
     """Reads a prompt file, in its order, at most `limit` prompts of each category.
 
     Each line is an object with `question_id` (or `id`), `category` and `turns`.
+
+    Args:
+        path: The file.
+        limit: Most prompts of each category; None: all.
+        labelled: Every line must have its id and category. Else a line without takes its number
+            for the one and "prompt" for the other.
 
     Raises:
         UsageError: The file cannot be read, has no prompt, or a line of it is not one.
@@ -45,7 +51,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        prompt = _prompt(line, f"{path}:{number}")
+        prompt = _prompt(line, f"{path}:{number}", {} if labelled else {"question_id": number, "category": "prompt"})
         seen[prompt.category] += 1
         if limit is None or seen[prompt.category] <= limit:
             prompts.append(prompt)
@@ -65,8 +71,8 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompts[place] for place in order[:count]]
 
 
-def _prompt(line: str, where: str) -> Prompt:
-    """One line of a prompt file, checked."""
+def _prompt(line: str, where: str, defaults: Mapping[str, object]) -> Prompt:
+    """One line of a prompt file, checked; what it lacks is taken from `defaults`."""
     wanted = 'write {"question_id": 1, "category": "writing", "turns": ["..."]}'
     if len(line) > _MAX_LINE:
         raise UsageError(f"{where}: {len(line):,} characters, more than a prompt can have")
@@ -79,6 +85,8 @@ def _prompt(line: str, where: str) -> Prompt:
     raw.setdefault("question_id", raw.get("id"))
     for name in ("question_id", "category", "turns"):
         if raw.get(name) is None:
+            raw[name] = defaults.get(name)
+        if raw[name] is None:
             raise UsageError(f"{where}: {name} is missing; {wanted}")
     identity, category, turns = raw["question_id"], raw["category"], raw["turns"]
     if isinstance(identity, bool) or not isinstance(identity, (int, str)):
