@@ -9,18 +9,19 @@ the files beside this one to say; compensation only moves weights between the gr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Grid", "Group", "Rounded", "dequantise", "round_nearest"]
+__all__ = ["Grid", "Group", "Rounded", "choose", "dequantise", "join", "round_nearest"]
 
 Matrix = NDArray[np.float32]
 Kind = Literal["integer", "affine", "float8"]
 
-_CHUNK = 1 << 22  # weights rounded at a time, which bounds the temporary arrays
+_CHUNK = 1 << 20  # weights rounded at a time, which bounds the temporary arrays
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
@@ -138,8 +139,15 @@ class Rounded:
     width: int
 
 
-def round_nearest(matrix: Matrix, grid: Grid) -> Rounded:
-    """Rounds a weight [out, in] to the nearest values of a grid fitted to each group."""
+def round_nearest(matrix: Matrix, grid: Grid, fit: Callable[[Matrix], Group] | None = None) -> Rounded:
+    """Rounds a weight [out, in] to the nearest values of a grid fitted to each group.
+
+    Args:
+        matrix: The weight.
+        grid: The grid.
+        fit: Fits the grid to groups, [n, groups, size]; None: `grid.fit`.
+    """
+    fit = fit or grid.fit
     rows, width = matrix.shape
     size = grid.group or width
     count = -(-width // size)
@@ -150,9 +158,18 @@ def round_nearest(matrix: Matrix, grid: Grid) -> Rounded:
         blocks = np.zeros((len(part), count * size), np.float32)
         blocks[:, :width] = part
         blocks = blocks.reshape(-1, count, size)
-        groups.append(grid.fit(blocks))
+        groups.append(fit(blocks))
         codes.append(grid.codes(blocks, groups[-1]).reshape(len(part), -1))
-    return Rounded(grid, np.concatenate(codes), _joined(groups), width)
+    return Rounded(grid, np.concatenate(codes), join(groups), width)
+
+
+def choose(first: NDArray[np.bool_], one: Group, other: Group) -> Group:
+    """Groups of `one` where `first`, which broadcasts to [...], else of `other`."""
+
+    def pick(a: Matrix | None, b: Matrix | None) -> Matrix | None:
+        return None if a is None or b is None else np.where(first, a, b)
+
+    return Group(np.where(first, one.scale, other.scale), pick(one.zero, other.zero), pick(one.shift, other.shift))
 
 
 def dequantise(rounded: Rounded) -> Matrix:
@@ -162,13 +179,15 @@ def dequantise(rounded: Rounded) -> Matrix:
     return values.reshape(rows, -1)[:, : rounded.width]
 
 
-def _joined(groups: list[Group]) -> Group:
-    def join(parts: list[Matrix | None]) -> Matrix | None:
-        present = [part for part in parts if part is not None]
-        return np.concatenate(present) if present else None
+def join(groups: Sequence[Group], axis: int = 0) -> Group:
+    """Groups one after another along an axis."""
+
+    def parts(arrays: Sequence[Matrix | None]) -> Matrix | None:
+        present = [array for array in arrays if array is not None]
+        return np.concatenate(present, axis) if present else None
 
     return Group(
-        np.concatenate([group.scale for group in groups]),
-        join([group.zero for group in groups]),
-        join([group.shift for group in groups]),
+        np.concatenate([group.scale for group in groups], axis),
+        parts([group.zero for group in groups]),
+        parts([group.shift for group in groups]),
     )
