@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.cache import Cache
-from specedge.runtime.contracts import EMPTY_DRAFT, Draft, GraphNames, Rows
+from specedge.runtime.contracts import EMPTY_DRAFT, Draft, Floats, GraphNames, Rows
 from specedge.runtime.errors import BundleError, UsageError
 from specedge.runtime.providers import open_session
 from specedge.runtime.tree import positions, visibility
@@ -91,6 +91,31 @@ class Decoder:
         for start in range(0, cut, PREFILL_CHUNK):
             self._pass(pending[start : start + PREFILL_CHUNK], EMPTY_DRAFT)
         return self._pass(pending[cut:], draft)
+
+    def forward_apart(
+        self, tokens: Sequence[int], positions: Sequence[int], sees: NDArray[np.bool_], wanted: Sequence[int]
+    ) -> Floats:
+        """Runs rows of several sequences that stand in one cache, and commits them all.
+
+        Args:
+            tokens, positions: [rows], the positions each in its own sequence.
+            sees: [rows, length + rows], the cache's rows that a row may look at; never those behind it.
+            wanted: Rows to give logits of.
+
+        Returns:
+            [wanted, vocab], of its own memory.
+        """
+        start, width = self.length, len(tokens)
+        if not 0 < width < self.capacity or start + width > self.capacity:
+            raise ValueError(f"{start} rows and {width} more do not fit apart into a cache of {self.capacity}")
+        if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self.spec.vocab_size}")
+        binding = _Binding(self._session, self.spec, self._cache, width, len(wanted))
+        binding.fill_apart(tokens, positions, sees, wanted)
+        binding.run()
+        self._cache.append(width)
+        self._nodes = 0
+        return binding.logits[0]
 
     def commit(self, path: Sequence[int]) -> None:
         if any(not 0 <= node < self._nodes for node in path):
@@ -223,6 +248,14 @@ class _Binding:
             used = committed + len(draft.tokens)
             self._masked = slice(start, start + used)
             self._bias[:used, self._masked] = np.where(visibility(committed, draft.parents), 0, -np.inf)
+
+    def fill_apart(
+        self, tokens: Sequence[int], positions: Sequence[int], sees: NDArray[np.bool_], wanted: Sequence[int]
+    ) -> None:
+        self._ids[:], self._positions[:], self._logit_rows[:] = tokens, positions, wanted
+        total = sees.shape[1]
+        self._bias[:, :total][~sees] = -np.inf
+        self._last[0] = total - 1
 
     def run(self) -> None:
         self._session.run_with_iobinding(self._io)
