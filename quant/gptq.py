@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from specedge.quant.grid import Grid, Group, Rounded, choose, dequantise, join, round_nearest
 from specedge.quant.ranges import fit_range, round_searched
 
-__all__ = ["DAMPING", "output_error", "round_second_order"]
+__all__ = ["DAMPING", "keep_better", "output_error", "round_second_order"]
 
 Matrix = NDArray[np.float32]
 
@@ -64,9 +64,9 @@ def round_second_order(
         part = matrix[start : start + _ROWS]
         nearest = round_nearest(part, grid)
         if search_range:
-            nearest = _keep_better(part, second, nearest, round_searched(part, grid, np.diagonal(second)))
+            nearest = keep_better(part, second, nearest, round_searched(part, grid, np.diagonal(second)))
         if root is not None:
-            nearest = _keep_better(part, second, nearest, _pass_on(part, grid, root, search_range))
+            nearest = keep_better(part, second, nearest, _pass_on(part, grid, root, search_range))
         parts.append(nearest)
     return Rounded(grid, np.concatenate([part.codes for part in parts]), join([part.group for part in parts]), width)
 
@@ -128,7 +128,7 @@ def _pass_on(matrix: Matrix, grid: Grid, root: Matrix, search_range: bool) -> Ro
     return Rounded(grid, np.stack(codes, 1), whole or join(groups, 1), width)
 
 
-def _keep_better(matrix: Matrix, second: Matrix, one: Rounded, other: Rounded) -> Rounded:
+def keep_better(matrix: Matrix, second: Matrix, one: Rounded, other: Rounded) -> Rounded:
     """Of two ways to round, the one with less error for each output."""
     errors = [output_error(matrix - dequantise(way), second) for way in (one, other)]
     first = (errors[0] <= errors[1])[:, None]

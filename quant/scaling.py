@@ -1,0 +1,117 @@
+"""Scaling: inputs that matter get more of the grid, at no cost when the model runs.
+
+    W x = (W diag(s)) (x / s),
+
+and 1 / s is folded into what makes x: a norm's gain, the rows of another weight. Two families of s
+are searched, and the better one kept:
+
+    s = size(x)^a                              AWQ (Lin and others, arXiv 2306.00978)
+    s = size(x)^a / max|W_:j|^b, b = 1 - a     SmoothQuant (Xiao and others, arXiv 2211.10438)
+
+with size(x) the mean |x_j|, and where activations are rounded also the largest |x_j|. The measure
+is the error of the output: tr(E H E^T) of the rounded W diag(s), H the mean of x x^T, and where
+activations are rounded to int8 what that costs (quant/activations.py). It is taken on outputs at
+even distances, which suffices to choose among some dozens of s.
+
+Invariants: s > 0 with geometric mean 1; inputs of one group have one s; s = 1 where nothing lowers
+the measured error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.quant.activations import rounding_error, search_step
+from specedge.quant.gptq import output_error
+from specedge.quant.grid import Grid, dequantise, round_nearest
+from specedge.quant.moments import Moments
+
+__all__ = ["search_scale"]
+
+Matrix = NDArray[np.float32]
+
+_EXPONENTS = np.arange(0.1, 1.01, 0.1)
+_OUTPUTS = 256  # of all weights together, that the error is measured on
+_WIDEST = 32.0  # s lies between its inverse and it
+_GAIN = 0.995  # s = 1 unless the error falls below this share
+
+
+def search_scale(
+    weights: Sequence[Matrix],
+    grid: Grid,
+    moments: Moments,
+    *,
+    rounds_rows: bool,
+    static: bool = False,
+    groups: NDArray[np.integer] | None = None,
+) -> Matrix:
+    """What to multiply the inputs of weights with, and divide their activations by; [in].
+
+    Args:
+        weights: Weights with the same input, each [out, in].
+        grid: Their grid.
+        moments: Of their input.
+        rounds_rows: Activations are rounded to int8.
+        static: All rows share a step.
+        groups: [in], the number of the group of each input, of those that must share a scale (inputs
+            of query heads with one value head); None: each has its own.
+    """
+    sizes = sum((np.square(weight).sum(0) for weight in weights), np.zeros_like(moments.largest))
+    some = _some([np.asarray(weight) for weight in weights])
+    # What was measured on some outputs is scaled to all of them, as the activations' error is.
+    share = sum(len(weight) for weight in weights) / sum(len(weight) for weight in some)
+
+    def cost(scale: Matrix) -> float:
+        error = 0.0
+        for weight in some:
+            scaled = weight * scale
+            missed = (scaled - dequantise(round_nearest(scaled, grid))) / scale
+            error += share * float(output_error(missed, moments.second).sum())
+        if rounds_rows:
+            step = search_step(moments, scale, sizes * scale * scale) if static else None
+            error += float(rounding_error(moments, scale, step) @ sizes)
+        return error
+
+    best = np.ones_like(moments.largest)
+    least = cost(best) * _GAIN
+    largest = np.max([np.abs(weight).max(0) for weight in weights], 0)
+    for scale in _candidates(moments, largest, rounds_rows, groups):
+        found = cost(scale)
+        if found < least:
+            best, least = scale, found
+    return best
+
+
+def _candidates(
+    moments: Moments, largest: Matrix, rounds_rows: bool, groups: NDArray[np.integer] | None
+) -> Iterator[Matrix]:
+    weight = _spread(np.maximum(largest, 1e-5 * largest.max() + 1e-30), groups)
+    for size in (moments.magnitude, moments.largest) if rounds_rows else (moments.magnitude,):
+        seen = _spread(np.maximum(size, 1e-5 * size.max() + 1e-30), groups)
+        for exponent in _EXPONENTS:
+            for other in (0.0, 1.0 - exponent):
+                scale = exponent * np.log(seen) - other * np.log(weight)
+                scale -= scale.mean()
+                widest = np.log(_WIDEST)
+                scale = np.clip(scale, -widest, widest)
+                yield np.exp(scale - scale.mean()).astype(np.float32)
+
+
+def _spread(values: Matrix, groups: NDArray[np.integer] | None) -> NDArray[np.float64]:
+    """The largest value of each input's group, [in]."""
+    wide = values.astype(np.float64)
+    if groups is None:
+        return wide
+    most = np.zeros(int(groups.max()) + 1)
+    np.maximum.at(most, groups, wide)
+    spread: NDArray[np.float64] = most[groups]
+    return spread
+
+
+def _some(weights: list[Matrix]) -> list[Matrix]:
+    """Outputs of each weight at even distances, `_OUTPUTS` of them together."""
+    every = max(1, sum(len(weight) for weight in weights) // _OUTPUTS)
+    return [weight[::every] for weight in weights]
