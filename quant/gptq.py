@@ -85,7 +85,7 @@ def _root(second: Matrix, damping: float) -> Matrix | None:
         raise ValueError("second moments that are not finite")
     if mean == 0:
         return None
-    for _ in range(6):
+    for _ in range(3):
         damped[np.diag_indices_from(damped)] += damping * mean
         try:
             # Cholesky's factor is lower triangular; of the matrix turned around, it is upper once turned back.
