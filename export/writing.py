@@ -3,8 +3,8 @@
 A row of the cache belongs to one sequence, and the attention bias hides it from all others; what
 all begin with stands there once, for all to see. So a pass reads the weights once for all
 sequences, which at the one row a pass of plain decoding is what its time goes to. Sequences take
-turns: where one ends, the next begins, as far as the cache has room; then those that are left are
-finished and the cache is emptied.
+turns: where one ends, the next begins; the rows of those that ended are taken out of the cache now
+and then, as rows that nobody sees cost time all the same.
 
 A chat model is made to write the question as well (Magpie, Xu et al. 2024, arXiv:2406.08464): given
 the header that its chat template puts before a user's words, it goes on with a question, and
@@ -35,6 +35,7 @@ Counter = Callable[[int, int], None]
 _SIDE_BY_SIDE = 16
 _PASS_ROWS = 256
 _ALL = -1  # whose the prefix is
+_DENSE = 0.75  # less than that share of the cache's rows is seen: the others are taken out
 _QUESTION = 3  # a question takes at most a third of its text
 
 
@@ -187,9 +188,14 @@ class _Rows:
         if prefix:
             target.forward(prefix)
 
-    def clear(self) -> None:
-        """Forgets all sequences."""
-        self.target.rewind(self.shared)
+    def drop_others(self, sequences: Sequence[_Sequence]) -> None:
+        """Takes the rows of all but these sequences out of the cache, where they are many or room is short."""
+        total, live = self.target.length, self.shared + sum(each.run - self.shared for each in sequences)
+        if live < total and (live < _DENSE * total or total + _PASS_ROWS > self.target.capacity):
+            owner = self._owner[:total]
+            rows = np.flatnonzero(np.isin(owner, [_ALL, *(each.number for each in sequences)]))
+            self._owner[: len(rows)] = owner[rows]
+            self.target.keep(rows.tolist())
 
     def step(self, sequences: Sequence[_Sequence]) -> int:
         """Runs what is pending of the sequences, as far as one pass goes, and draws a token for each that was run.
@@ -236,7 +242,7 @@ def _side_by_side(rows: _Rows, sequences: Iterator[_Sequence], most: int, progre
             if finished + sum(each.length for each in running) >= most:
                 waiting = None
                 break
-            if rows.target.length + sum(each.room for each in [*running, waiting]) > rows.target.capacity:
+            if rows.shared + sum(each.length - rows.shared for each in [*running, waiting]) > rows.target.capacity:
                 break
             running.append(waiting)
             waiting = next(sequences, None)
@@ -246,10 +252,9 @@ def _side_by_side(rows: _Rows, sequences: Iterator[_Sequence], most: int, progre
             running = [each for each in running if not each.ended]
             done.extend(ended)
             finished += sum(len(each.tokens) for each in ended)
+            rows.drop_others(running)
             if progress is not None:
                 progress(min(finished + sum(len(each.tokens) for each in running), most), most)
-        if not running:
-            rows.clear()
     return sorted(done, key=lambda each: each.number)
 
 

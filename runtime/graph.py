@@ -127,6 +127,12 @@ class Decoder:
         self._cache.rewind(length)
         self._nodes = 0
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps these rows of the cache, in ascending order, and forgets all others."""
+        self._cache.rewind(0)
+        self._cache.commit(rows)
+        self._nodes = 0
+
     def follow(self, length: int) -> None:
         """Takes the first `length` rows of a host's cache for its own."""
         self._cache.length = length
