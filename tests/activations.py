@@ -1,4 +1,4 @@
-"""Activations as trained decoders have them: correlated, of non-zero mean, with a few channels far larger than the rest."""
+"""Activations as trained decoders have them: correlated, of non-zero mean, with a few channels far larger."""
 
 from __future__ import annotations
 
