@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Checkpoint", "Tensors", "Tokenizer"]
+from specedge.quant.grid import Grid, Rounded
+
+__all__ = ["Checkpoint", "RoundedTensors", "Tensors", "Tokenizer"]
 
 
 class Tensors(Protocol):
@@ -26,6 +28,23 @@ class Tensors(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape, without reading the data."""
+        ...
+
+
+@runtime_checkable
+class RoundedTensors(Tensors, Protocol):
+    """Tensors of a file that holds them rounded, and gives them as it has them."""
+
+    def grid(self, name: str) -> Grid | None:
+        """The grid a tensor lies on, without reading the data; None: plain floats.
+
+        Raises:
+            UnsupportedModelError: No grid can hold it as it is.
+        """
+        ...
+
+    def rounded(self, name: str) -> Rounded | None:
+        """The matrix on that grid: `dequantise` gives what `__getitem__` gives; None: plain floats."""
         ...
 
 

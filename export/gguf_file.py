@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.export.gguf_blocks import block_grids, take_rows, unpack_blocks
 from specedge.export.reading import brief, check_finite
-from specedge.runtime.errors import CheckpointError, MissingExtraError
+from specedge.quant.grid import Grid, Rounded
+from specedge.runtime.errors import CheckpointError, MissingExtraError, UnsupportedModelError
 
 __all__ = ["GgufFile", "GgufTensors", "TensorInfo"]
 
@@ -190,22 +192,62 @@ class GgufFile:
         Raises:
             CheckpointError: The tensor is missing, of a format that cannot be dequantised, or holds NaN.
         """
+        raw = self._raw(name)
+        info = self.tensors[name]
+        result = np.empty((len(raw), info.shape[-1]), np.float32)
+        step = max(_CHUNK // info.shape[-1], 1)
+        for first in range(0, len(raw), step):
+            result[first : first + step] = self._dequantize(raw[first : first + step], name, info.kind)
+        return check_finite(result.reshape(info.shape), name, self.path)
+
+    def grid(self, name: str) -> Grid | None:
+        """The grid that a tensor's blocks lie on; None: plain floats.
+
+        Raises:
+            CheckpointError: The tensor is missing.
+            UnsupportedModelError: No grid here has its blocks.
+        """
+        from gguf import GGMLQuantizationType
+
+        kind, grids = self._info_of(name).kind, block_grids()
+        if kind not in grids:
+            known = ", ".join(GGMLQuantizationType(each).name for each in sorted(grids))
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {name} is {GGMLQuantizationType(kind).name}, which cannot be kept as it is "
+                f"({known} can); export with int4 or int8 instead of gguf"
+            )
+        return grids[kind]
+
+    def read_rounded(self, name: str) -> Rounded | None:
+        """One matrix as its blocks have it, without dequantising; None: it has plain floats.
+
+        Raises:
+            CheckpointError: As `grid` and `read`.
+        """
+        grid = self.grid(name)
+        if grid is None:
+            return None
+        rounded = unpack_blocks(self._raw(name), grid)
+        for array in (rounded.group.scale, rounded.group.shift):
+            if array is not None:
+                check_finite(array, name, self.path)
+        return rounded
+
+    def _info_of(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise CheckpointError(f"tensor {name} is missing in {self.path}")
-        info = self.tensors[name]
-        rows = math.prod(info.shape[:-1])
+        return self.tensors[name]
+
+    def _raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor, a row for each of its rows."""
+        info = self._info_of(name)
         try:
             raw = np.fromfile(self.path, np.uint8, info.size, offset=info.offset)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
         if raw.size != info.size:
             raise CheckpointError(f"{self.path} became shorter while it was read")
-        raw = raw.reshape(rows, -1)
-        result = np.empty((rows, info.shape[-1]), np.float32)
-        step = max(_CHUNK // info.shape[-1], 1)
-        for first in range(0, rows, step):
-            result[first : first + step] = self._dequantize(raw[first : first + step], name, info.kind)
-        return check_finite(result.reshape(info.shape), name, self.path)
+        return raw.reshape(math.prod(info.shape[:-1]), -1)
 
     def _dequantize(self, raw: NDArray[np.uint8], name: str, kind: int) -> NDArray[Any]:
         from gguf import GGMLQuantizationType, quants
@@ -252,12 +294,26 @@ class GgufTensors:
             CheckpointError: See `GgufFile.read`.
         """
         tensor = self._file.read(self._stored(name))
-        if name not in self._interleaved:
-            return tensor
-        # llama.cpp's converter stores the pair (i, i + d/2) of a head's rows side by side; put it back.
-        heads, rest = self._interleaved[name], tensor.shape[1:]
-        pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *rest)
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
+        return tensor[self._order(name)] if name in self._interleaved else tensor
+
+    def grid(self, name: str) -> Grid | None:
+        """See `GgufFile.grid`."""
+        return self._file.grid(self._stored(name))
+
+    def rounded(self, name: str) -> Rounded | None:
+        """The matrix on the file's own grid, its rows as `__getitem__` has them; see `GgufFile.read_rounded`."""
+        rounded = self._file.read_rounded(self._stored(name))
+        if rounded is None or name not in self._interleaved:
+            return rounded
+        return take_rows(rounded, self._order(name))
+
+    def _order(self, name: str) -> NDArray[np.int64]:
+        """Where each row of q or k stands in the file.
+
+        llama.cpp's converter stores the pair (i, i + d/2) of a head's rows side by side; this puts it back.
+        """
+        rows = self.shape(name)[0]
+        return np.arange(rows).reshape(self._interleaved[name], -1, 2).swapaxes(1, 2).reshape(-1)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape, without reading the data.
