@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specedge.export.checkpoint import Checkpoint
+from specedge.export.checkpoint import Checkpoint, Tensors
 from specedge.export.layers import COSINES, SINES, Decoder, read_decoder
 from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.standard import standard_graph
 from specedge.export.weights import WeightFile
-from specedge.quant.formats import find_format
+from specedge.quant.layer import Quantiser
+from specedge.quant.recipe import Recipe, parse_recipe
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import GraphNames as Names
 from specedge.runtime.errors import StorageError, UsageError
@@ -40,6 +41,8 @@ def write_decoder(
     device: str = "cpu",
     standard: bool = False,
     draft: bool = False,
+    quantise: Quantiser | None = None,
+    tensors: Tensors | None = None,
     on_tensor: Callable[[int], None] | None = None,
 ) -> GraphSpec:
     """Writes folder/<stem>.onnx, its weights and, with `standard`, folder/model.onnx over the same weights.
@@ -51,11 +54,13 @@ def write_decoder(
         checkpoint: The model.
         folder: Where to write; made if it is not there. The files must not be there yet.
         stem: Name of the speculative graph, "target" or "draft".
-        precision: "fp32", "fp16", "int8" or "int4".
+        precision: A recipe, as `parse_recipe` reads it; its methods are for the caller to have applied.
         capacity: Most rows the cache may hold.
         device: "cpu" or "cuda".
         standard: Also write the standard graph.
         draft: The model drafts: it gets the number format that is fastest for one row.
+        quantise: Decides how each linear layer is stored; None: rounded to the nearest of its grid.
+        tensors: To store instead of the checkpoint's own, under the same names.
         on_tensor: Told how many bytes were just written.
 
     Returns:
@@ -66,27 +71,28 @@ def write_decoder(
         CheckpointError: The checkpoint is broken, or (UnsupportedModelError) no builder covers it.
         StorageError: A file cannot be written.
     """
-    form = find_format(precision, device, draft=draft)
-    decoder = read_decoder(checkpoint, form, capacity)
+    recipe = parse_recipe(precision, device, draft=draft)
+    decoder = read_decoder(checkpoint, recipe.form, capacity)
     sizes = decoder.dimensions
     if not 0 < capacity <= sizes.positions:
         raise UsageError(f"capacity is {capacity}: {checkpoint.name} takes 1 to {sizes.positions} positions")
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{STANDARD if standard else stem}.onnx_data"
     with WeightFile(data, on_tensor) as weights:
-        decoder.store(checkpoint.tensors, weights)
+        decoder.store(checkpoint.tensors if tensors is None else tensors, weights, quantise)
         _save(_speculative_graph(decoder, weights), folder / f"{stem}.onnx")
         if standard:
             _save(standard_graph(decoder, weights), folder / f"{STANDARD}.onnx")
-    return _spec(decoder, f"{stem}.onnx", weights.size)
+    return _spec(decoder, recipe, f"{stem}.onnx", weights.size)
 
 
-def _spec(decoder: Decoder, file: str, weight_bytes: int) -> GraphSpec:
+def _spec(decoder: Decoder, recipe: Recipe, file: str, weight_bytes: int) -> GraphSpec:
     sizes, form = decoder.dimensions, decoder.form
     return GraphSpec(
         file=file,
         flavour="gqa",
         precision=form.name,
+        recipe=recipe.name,
         layers=sizes.layers,
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,

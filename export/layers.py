@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specedge.export.checkpoint import Checkpoint, Tensors
-from specedge.export.linear import Linear, linear_for
+from specedge.export.linear import Linears
 from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.rope import rotary_tables
-from specedge.export.vocabulary import Vocabulary, vocabulary_for
+from specedge.export.vocabulary import Vocabulary
 from specedge.export.weights import WeightFile
 from specedge.models import Dimensions, Family, find_family, read_dimensions
-from specedge.quant.formats import Format
+from specedge.quant.formats import EMBEDDING, HEAD, Format, nearest
+from specedge.quant.layer import Quantiser
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["COSINES", "SINES", "Attention", "Decoder", "read_decoder"]
@@ -35,18 +36,23 @@ class Decoder:
     Attributes:
         family, dimensions, form: What it is.
         capacity: Rows of the rotary tables.
-        linear, vocabulary: How `form` stores and applies its matrices.
+        linears, vocabulary: Its matrices, as they are stored.
     """
 
     family: Family
     dimensions: Dimensions
     form: Format
     capacity: int
-    linear: Linear
+    linears: Linears
     vocabulary: Vocabulary
 
-    def store(self, tensors: Tensors, weights: WeightFile) -> None:
+    def store(self, tensors: Tensors, weights: WeightFile, quantise: Quantiser | None = None) -> None:
         """Appends all tensors to the weight file, reading them one at a time.
+
+        Args:
+            tensors: The checkpoint's, or what folding scales into their neighbours made of them.
+            weights: The weight file.
+            quantise: Decides how each linear layer is stored; None: rounded to the nearest of its grid.
 
         Raises:
             CheckpointError: A tensor is missing or has another shape than the config says.
@@ -54,15 +60,17 @@ class Decoder:
         """
         _check_tensors(self, tensors)
         names, sizes, dtype = self.family, self.dimensions, self.form.dtype
-        head = None if sizes.tied else tensors[names.head]
-        self.vocabulary.store(weights, tensors[names.embedding], head)
+        quantise = quantise or nearest(self.form, sizes.layers)
+        self.vocabulary.store(weights, EMBEDDING, quantise(EMBEDDING, tensors[names.embedding], None))
+        if not sizes.tied:
+            self.vocabulary.store(weights, HEAD, quantise(HEAD, tensors[names.head], None))
         for name, table in zip((COSINES, SINES), rotary_tables(sizes, self.capacity), strict=True):
             weights.add(name, table.astype(dtype))
         for layer in range(sizes.layers):
-            self._store_layer(_Layer(names, tensors, layer), layer, weights)
+            self._store_layer(_Layer(names, tensors, layer), layer, weights, quantise)
         weights.add(_FINAL_NORM, tensors[names.final_norm].astype(dtype))
 
-    def _store_layer(self, source: _Layer, layer: int, weights: WeightFile) -> None:
+    def _store_layer(self, source: _Layer, layer: int, weights: WeightFile, quantise: Quantiser) -> None:
         names, sizes = self.family, self.dimensions
         weights.add(_attention_norm(layer), source.tensor(names.attention_norm).astype(self.form.dtype))
         weights.add(_mlp_norm(layer), source.tensor(names.mlp_norm).astype(self.form.dtype))
@@ -76,7 +84,8 @@ class Decoder:
             ("mlp.down_proj", (names.down,), sizes.mlp_bias),
         ):
             joined = source.joined(modules, "bias") if bias else None
-            self.linear.store(weights, _module(layer, name), source.joined(modules, "weight"), joined)
+            module = _module(layer, name)
+            self.linears.store(weights, module, quantise(module, source.joined(modules, "weight"), joined))
 
     def run(self, graph: GraphBuilder, ids: str, attention: Attention, hidden: str | None = None) -> str:
         """Adds all layers.
@@ -90,7 +99,7 @@ class Decoder:
         Returns:
             The name of [B, S, hidden_size], after the final norm.
         """
-        sizes, apply = self.dimensions, self.linear.apply
+        sizes, apply = self.dimensions, self.linears.apply
         residual = self.vocabulary.embed(graph, ids)
         norm = graph.weight(_attention_norm(0))
         rows = graph.op("SimplifiedLayerNormalization", residual, norm, axis=-1, epsilon=sizes.norm_eps, stash_type=1)
@@ -130,7 +139,8 @@ def read_decoder(checkpoint: Checkpoint, form: Format, capacity: int) -> Decoder
             f"config.json: attention over a window of {dimensions.window} rows has no builder; export with --capacity "
             f"{dimensions.window} or less, where the window does not matter"
         )
-    return Decoder(family, dimensions, form, capacity, linear_for(form), vocabulary_for(form))
+    linears = Linears(form.dtype, exact=form.name == "gguf")
+    return Decoder(family, dimensions, form, capacity, linears, Vocabulary(form.dtype))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,11 @@ import math
 import os
 from dataclasses import dataclass
 
+import numpy as np
+
 from specedge.export.checkpoint import Tensors
-from specedge.quant.formats import Format
+from specedge.quant.formats import HEAD, Format, grid_for
+from specedge.quant.grid import Grid
 
 __all__ = ["Estimate", "count_parameters", "estimate", "release_memory", "stored_bytes"]
 
@@ -53,14 +56,18 @@ def stored_bytes(parameters: int, largest: int, form: Format) -> int:
         parameters, largest: From `count_parameters`; the largest is taken for the vocabulary matrix.
         form: The number format.
     """
-    size = parameters * form.bits / 8 + largest * ((form.head_bits or form.bits) - form.bits) / 8
-    if form.kind in ("blocks", "affine"):
-        scale = 4 if form.dtype == "float32" else 2
-        zero = 0.0 if form.symmetric else form.bits / 8
-        size += parameters / form.block_size * (scale + zero)
-    if form.kind == "affine":
-        size *= 1 + _SUMS
-    return math.ceil(size * 1.01)
+    rest, head = (_bytes_each(grid_for(form, name, 1), form) for name in ("", HEAD))
+    return math.ceil(((parameters - largest) * rest + largest * head) * 1.01)
+
+
+def _bytes_each(grid: Grid | None, form: Format) -> float:
+    """Bytes of a weight, and its share of what its group has."""
+    if grid is None or grid.bits == 3:
+        return float(np.dtype(form.dtype).itemsize)
+    scale = np.dtype(grid.scale_dtype).itemsize
+    zero = grid.bits / 8 if grid.kind == "integer" and not grid.symmetric else 0.0
+    size = grid.bits / 8 + (scale + zero) / (grid.group or 1024)
+    return size * (1 + _SUMS) if grid.kind == "affine" else size
 
 
 def estimate(

@@ -94,6 +94,12 @@ class GraphBuilder:
             self._initialisers[name] = self.weights.tensor(name)
         return name
 
+    def floats(self, name: str) -> str:
+        """A tensor of the weight file as the activations' type; a runtime folds the Cast when it loads the graph."""
+        kind = _onnx_type(self.dtype)
+        stored = self.weight(name)
+        return stored if self.weights.tensor(name).data_type == kind else self.shared("Cast", stored, to=kind)
+
     def cast(self, x: str, dtype: str, name: str | None = None) -> str:
         """Casts to a numpy type."""
         return self.op("Cast", x, name=name, to=_onnx_type(dtype))

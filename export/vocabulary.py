@@ -2,135 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.linear import block_parameters, multiply_blocks, multiply_columns, store_blocks, store_columns
+from specedge.export.linear import add_corrections, store_corrections
 from specedge.export.nodes import MICROSOFT, GraphBuilder
+from specedge.export.products import BlockProduct, ColumnProduct, block_parameters, in_blocks
 from specedge.export.weights import WeightFile
-from specedge.quant.formats import Format
+from specedge.quant.formats import EMBEDDING, HEAD
+from specedge.quant.grid import Rounded, dequantise
+from specedge.quant.layer import Layer
 
-__all__ = ["BlockVocabulary", "ColumnVocabulary", "DenseVocabulary", "Vocabulary", "vocabulary_for"]
-
-EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
+__all__ = ["Table", "Vocabulary"]
 
 Matrix = NDArray[np.float32]
 
 
-class Vocabulary(Protocol):
-    """A way to store embedding and head, to look tokens up, and to score them."""
-
-    def store(self, weights: WeightFile, embedding: Matrix, head: Matrix | None) -> None:
-        """Appends embedding and head, each [vocab, hidden]; no head: the embedding is the head."""
-        ...
+class Table(Protocol):
+    """A stored matrix [vocab, hidden]."""
 
     def embed(self, graph: GraphBuilder, ids: str) -> str:
         """Adds the nodes that look up ids, int64 [B, S]; returns the name of [B, S, hidden]."""
         ...
 
-    def logits(self, graph: GraphBuilder, rows: str) -> str:
+    def multiply(self, graph: GraphBuilder, x: str) -> str:
         """Adds the vocabulary product of rows, [R, hidden]; returns the name of [R, vocab]."""
         ...
 
 
-def vocabulary_for(form: Format) -> Vocabulary:
-    """The way a number format stores both ends."""
-    return _KINDS[form.kind](form)
+class Vocabulary:
+    """Embedding and head of one model."""
 
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._tables: dict[str, Table] = {}
 
-class DenseVocabulary:
-    """Plain floats. Gemm takes the head as it stands, [vocab, hidden], as fast as MatMul takes its transpose."""
+    def store(self, weights: WeightFile, name: str, layer: Layer) -> None:
+        """Appends the embedding ("model.embed_tokens"), or a head of its own ("lm_head").
 
-    def __init__(self, form: Format) -> None:
-        self._form = form
-
-    def store(self, weights: WeightFile, embedding: Matrix, head: Matrix | None) -> None:
-        weights.add(f"{EMBEDDING}.weight", embedding.astype(self._form.dtype, copy=False))
-        if head is not None:
-            weights.add(f"{HEAD}.weight", head.astype(self._form.dtype, copy=False))
+        What compensates the embedding's rounding belongs to its use as a head.
+        """
+        self._tables[name] = _store_table(weights, f"{name}.weight", layer, self._dtype)
+        store_corrections(weights, name, layer, self._dtype)
 
     def embed(self, graph: GraphBuilder, ids: str) -> str:
-        return graph.op("Gather", graph.weight(f"{EMBEDDING}.weight"), ids, axis=0)
+        """Adds the nodes that look up ids, int64 [B, S]; returns the name of [B, S, hidden]."""
+        return self._tables[EMBEDDING].embed(graph, ids)
 
     def logits(self, graph: GraphBuilder, rows: str) -> str:
-        return graph.op("Gemm", rows, graph.weight(_head(graph)), transB=1)
+        """Adds the vocabulary product of rows, [R, hidden]; returns the name of [R, vocab]."""
+        name = HEAD if HEAD in self._tables else EMBEDDING
+        return add_corrections(graph, rows, self._tables[name].multiply(graph, rows), name)
 
 
-class BlockVocabulary:
-    """Integers in blocks: GatherBlockQuantized reads the same bytes as MatMulNBits, under a flat shape."""
+def _store_table(weights: WeightFile, name: str, layer: Layer, dtype: str) -> Table:
+    weight = layer.weight
+    if not isinstance(weight, Rounded):
+        return _DenseTable(weights, name, weight, dtype)
+    if weight.grid.kind == "float8":
+        return _Float8Table(weights, name, weight)
+    if not weight.grid.group and weight.grid.bits == 8:
+        return _ColumnTable(weights, name, weight, layer.step)
+    if not in_blocks(weight):
+        return _DenseTable(weights, name, dequantise(weight), dtype)
+    return _BlockTable(weights, name, weight, dtype)
 
-    def __init__(self, form: Format) -> None:
-        self._form = replace(form, bits=form.head_bits or form.bits)
-        self._hidden = 0
 
-    def store(self, weights: WeightFile, embedding: Matrix, head: Matrix | None) -> None:
-        for name, matrix in ((EMBEDDING, embedding), (HEAD, head)):
-            if matrix is not None:
-                store_blocks(weights, f"{name}.weight", matrix, self._form)
-        self._hidden = embedding.shape[1]
-        table = f"{EMBEDDING}.weight"
-        rows, count, packed = weights.tensor(table).dims
-        weights.alias(f"{EMBEDDING}.table", table, (rows, count * packed))
+class _DenseTable:
+    """Plain floats. Gemm takes the head as it stands, [vocab, hidden], as fast as MatMul takes its transpose."""
+
+    def __init__(self, weights: WeightFile, name: str, matrix: Matrix, dtype: str) -> None:
+        self._name = name
+        weights.add(name, matrix.astype(dtype, copy=False))
 
     def embed(self, graph: GraphBuilder, ids: str) -> str:
-        scales, *zeros = block_parameters(graph, f"{EMBEDDING}.weight")
+        return graph.op("Gather", self._table(graph), ids, axis=0)
+
+    def multiply(self, graph: GraphBuilder, x: str) -> str:
+        return graph.op("Gemm", x, self._table(graph), transB=1)
+
+    def _table(self, graph: GraphBuilder) -> str:
+        return graph.weight(self._name)
+
+
+class _Float8Table(_DenseTable):
+    """8-bit floats with a scale for each token; the runtime turns them into plain floats when it loads the graph."""
+
+    def __init__(self, weights: WeightFile, name: str, rounded: Rounded) -> None:
+        self._name = name
+        weights.add(name, rounded.codes)
+        weights.add(f"{name}.scales", rounded.group.scale)
+
+    def _table(self, graph: GraphBuilder) -> str:
+        return graph.shared("Mul", graph.floats(self._name), graph.weight(f"{self._name}.scales"))
+
+
+class _BlockTable(BlockProduct):
+    """Integers in blocks: GatherBlockQuantized reads the same bytes as MatMulNBits, under a flat shape."""
+
+    def __init__(self, weights: WeightFile, name: str, rounded: Rounded, dtype: str) -> None:
+        super().__init__(weights, name, rounded, dtype)
+        rows, count, packed = weights.tensor(name).dims
+        weights.alias(f"{name}.table", name, (rows, count * packed))
+
+    def embed(self, graph: GraphBuilder, ids: str) -> str:
+        shape = self.shape
         rows = graph.op(
             "GatherBlockQuantized",
-            graph.weight(f"{EMBEDDING}.table"),
+            graph.weight(f"{self.name}.table"),
             ids,
-            scales,
-            *zeros,
+            *block_parameters(graph, self.name),
             domain=MICROSOFT,
             gather_axis=0,
             quantize_axis=1,
-            block_size=self._form.block_size,
-            bits=self._form.bits,
+            block_size=shape.size,
+            bits=shape.bits,
         )
-        if self._hidden % self._form.block_size == 0:
+        if self.shifted:
+            # [B, S, blocks, size] + [B, S, blocks, 1]
+            shift = graph.op("Gather", self.shift(graph), ids, axis=0)
+            blocks = graph.op("Reshape", rows, graph.integers(0, 0, shape.blocks, shape.size))
+            shifted = graph.op("Add", blocks, graph.op("Unsqueeze", shift, graph.integers(-1)))
+            rows = graph.op("Reshape", shifted, graph.integers(0, 0, shape.blocks * shape.size))
+        if shape.width % shape.size == 0:
             return rows
         # The last block of a row is padded.
-        return graph.op("Slice", rows, graph.integers(0), graph.integers(self._hidden), graph.integers(-1))
-
-    def logits(self, graph: GraphBuilder, rows: str) -> str:
-        return multiply_blocks(graph, rows, _head(graph), self._form, self._hidden)
+        return graph.op("Slice", rows, graph.integers(0), graph.integers(shape.width), graph.integers(-1))
 
 
-class ColumnVocabulary:
+class _ColumnTable(ColumnProduct):
     """int8 [hidden, vocab] with a scale for each token; the embedding takes columns of it."""
 
-    def __init__(self, form: Format) -> None:
-        self._form = form
-
-    def store(self, weights: WeightFile, embedding: Matrix, head: Matrix | None) -> None:
-        for name, matrix in ((EMBEDDING, embedding), (HEAD, head)):
-            if matrix is not None:
-                store_columns(weights, f"{name}.weight", matrix)
-
     def embed(self, graph: GraphBuilder, ids: str) -> str:
-        table = f"{EMBEDDING}.weight"
-        columns = graph.op("Gather", graph.weight(table), ids, axis=1)  # [hidden, B, S]
-        values = graph.cast(graph.op("Transpose", columns, perm=(1, 2, 0)), self._form.dtype)
-        scales = graph.op("Gather", graph.weight(f"{table}.scales"), ids, axis=0)
+        columns = graph.op("Gather", graph.weight(self.name), ids, axis=1)  # [hidden, B, S]
+        values = graph.cast(graph.op("Transpose", columns, perm=(1, 2, 0)), graph.dtype)
+        scales = graph.op("Gather", graph.weight(f"{self.name}.scales"), ids, axis=0)
         return graph.op("Mul", values, graph.op("Unsqueeze", scales, graph.integers(-1)))
-
-    def logits(self, graph: GraphBuilder, rows: str) -> str:
-        return multiply_columns(graph, rows, _head(graph))
-
-
-_KINDS: dict[str, Callable[[Format], Vocabulary]] = {
-    "dense": DenseVocabulary,
-    "blocks": BlockVocabulary,
-    "affine": BlockVocabulary,
-    "columns": ColumnVocabulary,
-}
-
-
-def _head(graph: GraphBuilder) -> str:
-    """The head's weight; the embedding's where they are tied."""
-    head = f"{HEAD}.weight"
-    return head if head in graph.weights else f"{EMBEDDING}.weight"

@@ -15,7 +15,7 @@ from specedge.runtime.errors import StorageError
 if TYPE_CHECKING:
     from onnx import TensorProto
 
-__all__ = ["WeightFile"]
+__all__ = ["WeightFile", "is_half"]
 
 _ALIGN = 64
 _PAGE = 4096
@@ -84,6 +84,10 @@ class WeightFile:
         if self._on_tensor is not None:
             self._on_tensor(written)
 
+    def add_floats(self, name: str, array: NDArray[np.float32], dtype: str) -> None:
+        """Appends floats as `dtype`, or as float16 where that loses nothing; `GraphBuilder.floats` reads them."""
+        self.add(name, array.astype(np.float16 if is_half(array) else dtype))
+
     def alias(self, name: str, source: str, shape: Sequence[int]) -> None:
         """Gives a stored tensor's bytes a second name and shape, as operators that share it may ask for."""
         tensor = type(self._tensors[source])()
@@ -109,3 +113,9 @@ class WeightFile:
         return StorageError(
             f"{self.path}: cannot be written ({error.strerror}); free some space or choose another folder"
         )
+
+
+def is_half(array: NDArray[np.float32]) -> bool:
+    """Whether float16 holds every value exactly."""
+    with np.errstate(over="ignore"):
+        return bool((array.astype(np.float16).astype(np.float32) == array).all())

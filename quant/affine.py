@@ -20,74 +20,62 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.quant.blocks import Blocks, dequantise_blocks, pack_values, quantise_blocks
+from specedge.quant.blocks import Blocks, pack_blocks
+from specedge.quant.grid import Grid, Rounded, dequantise, round_nearest
 
-__all__ = ["ROUNDS", "dequantise_affine", "quantise_affine", "summing_matrix"]
+__all__ = ["ROUNDS", "pack_affine", "rounded_shifts", "summing_matrix"]
 
 Matrix = NDArray[np.float32]
 
-_BITS = 4
-_STEPS = (1 << _BITS) - 1
-_MIDDLE = 1 << (_BITS - 1)
 ROUNDS = 2
 """How often the shifts are rounded, and the sums stand among the inputs: 4 bits, and 4 bits of the rest."""
 
 
-def quantise_affine(matrix: Matrix, *, block_size: int, scale_dtype: str = "float32") -> Blocks:
-    """Rounds a weight [out, in] to blocks with a real minimum.
-
-    Args:
-        matrix: The weight.
-        block_size: Weights that share a scale and a minimum.
-        scale_dtype: numpy name of the scales' type.
+def pack_affine(rounded: Rounded) -> Blocks:
+    """Packs a weight [out, in] on a 4-bit affine grid.
 
     Returns:
         Symmetric blocks [out, in + ROUNDS * sums]: multiply them with x, followed `ROUNDS` times by
-        x @ summing_matrix(in, block_size).
+        x @ summing_matrix(in, block_size, block_size).
 
     Raises:
         ValueError: `in` is no multiple of the block size.
     """
-    outputs, width = matrix.shape
-    count = _blocks(width, block_size)
-    blocks = matrix.reshape(outputs, count, block_size)
-    low = blocks.min(-1)
-    scale = ((blocks.max(-1) - low) / _STEPS).astype(scale_dtype).astype(np.float32)
-    units = np.divide(blocks - low[..., None], scale[..., None], out=np.zeros_like(blocks), where=scale[..., None] != 0)
-    steps = np.clip(np.rint(units), 0, _STEPS).astype(np.uint8)
-    rest = np.zeros((outputs, _padded(count, block_size)), np.float32)
-    rest[:, :count] = low + _MIDDLE * scale
-    values, scales = [pack_values(steps, _BITS)], [scale.astype(scale_dtype)]
+    size = rounded.grid.group
+    if rounded.width % size:
+        raise ValueError(f"{rounded.width} weights are no multiple of a block of {size}")
+    parts = [pack_blocks(rounded), *(pack_blocks(shift) for shift in rounded_shifts(rounded))]
+    total = sum(part.width for part in parts)
+    values, scales = (np.concatenate([getattr(part, name) for part in parts], 1) for name in ("values", "scales"))
+    return Blocks(values, scales, None, rounded.grid.bits, size, total)
+
+
+def rounded_shifts(rounded: Rounded) -> list[Rounded]:
+    """The shifts of an affine grid, [out, sums], as 4-bit blocks: their sum is what `pack_affine` stores."""
+    grid, shift = rounded.grid, rounded.group.shift
+    assert shift is not None
+    rest = np.zeros((len(shift), _padded(shift.shape[1], grid.group)), np.float32)
+    rest[:, : shift.shape[1]] = shift
+    blocks = Grid("integer", grid.bits, grid.group, scale_dtype=grid.scale_dtype)
+    parts = []
     for _ in range(ROUNDS):
-        shift = quantise_blocks(rest, bits=_BITS, block_size=block_size, symmetric=True, scale_dtype=scale_dtype)
-        rest = rest - dequantise_blocks(shift)
-        values.append(shift.values)
-        scales.append(shift.scales)
-    total = width + ROUNDS * rest.shape[1]
-    return Blocks(np.concatenate(values, 1), np.concatenate(scales, 1), None, _BITS, block_size, total)
+        parts.append(round_nearest(rest, blocks))
+        rest = rest - dequantise(parts[-1])
+    return parts
 
 
-def dequantise_affine(blocks: Blocks, width: int) -> Matrix:
-    """The weight [out, width] that multiplying `quantise_affine`'s blocks amounts to."""
-    wide = dequantise_blocks(blocks)
-    shifts = wide[:, width:].reshape(len(wide), ROUNDS, -1).sum(1)
-    result: Matrix = wide[:, :width] + shifts @ summing_matrix(width, blocks.block_size).T
-    return result
+def summing_matrix(width: int, block_size: int, multiple: int = 1) -> Matrix:
+    """[width, sums] of ones and zeros: x times it is the sum over each block of x.
 
-
-def summing_matrix(width: int, block_size: int) -> Matrix:
-    """[width, sums] of ones and zeros: x times it is the sum over each block of x, padded to whole blocks."""
-    count = _blocks(width, block_size)
-    sums = np.zeros((width, _padded(count, block_size)), np.float32)
+    Args:
+        width: Size of x.
+        block_size: Inputs that are added up.
+        multiple: The number of sums is padded to one of this.
+    """
+    sums = np.zeros((width, _padded(-(-width // block_size), multiple)), np.float32)
     sums[np.arange(width), np.arange(width) // block_size] = 1
     return sums
 
 
-def _blocks(width: int, block_size: int) -> int:
-    if width % block_size:
-        raise ValueError(f"{width} weights are no multiple of a block of {block_size}")
-    return width // block_size
-
-
-def _padded(count: int, block_size: int) -> int:
-    return -(-count // block_size) * block_size
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

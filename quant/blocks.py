@@ -1,4 +1,4 @@
-"""Block-wise integers in the layout of onnxruntime's MatMulNBits: a scale (and zero point) for each block of a row."""
+"""Weights on integer grids as onnxruntime's MatMulNBits reads them: a scale (and zero point) a block of a row."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Blocks", "dequantise_blocks", "pack_values", "quantise_blocks", "unpack_values"]
+from specedge.quant.grid import Rounded
+
+__all__ = ["Blocks", "pack_blocks", "pack_values", "unpack_values"]
 
 Matrix = NDArray[np.float32]
-
-_CHUNK = 1 << 22  # weights quantised at a time, which bounds the temporary arrays
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Blocks:
 
     Attributes:
         values: uint8 [out, blocks, block_size * bits / 8]; with 4 bits the even weight is in the low half.
-        scales: [out, blocks], float32 or float16.
+        scales: [out, blocks].
         zero_points: uint8 [out, ceil(blocks * bits / 8)], packed as the values are; None: all 2^(bits - 1).
         bits: 4 or 8.
         block_size: Weights in a block.
@@ -29,87 +29,33 @@ class Blocks:
     """
 
     values: NDArray[np.uint8]
-    scales: NDArray[np.floating[Any]]
+    scales: Matrix
     zero_points: NDArray[np.uint8] | None
     bits: int
     block_size: int
     width: int
 
 
-def quantise_blocks(
-    matrix: Matrix, *, bits: int, block_size: int, symmetric: bool, scale_dtype: str = "float32"
-) -> Blocks:
-    """Rounds a weight [out, in] to blocks.
+def pack_blocks(rounded: Rounded) -> Blocks:
+    """Packs a weight on an integer or affine grid in groups; a shift is left out.
 
-    Symmetric blocks have their largest magnitude at the end of the range that is one longer;
-    asymmetric ones span from their smallest to their largest weight, zero included.
-
-    Args:
-        matrix: The weight.
-        bits: 4 or 8.
-        block_size: Weights that share a scale.
-        symmetric: Whether zero is always the middle of the range.
-        scale_dtype: numpy name of the scales' type.
+    Raises:
+        ValueError: The grid has other bits than 4 and 8.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"blocks of {bits} bits: there are 4 and 8")
-    rows, width = matrix.shape
-    count = -(-width // block_size)
-    values = np.empty((rows, count, block_size * bits // 8), np.uint8)
-    scales = np.empty((rows, count), scale_dtype)
-    zeros = None if symmetric else np.empty((rows, -(-count * bits // 8)), np.uint8)
-    step = max(1, _CHUNK // (count * block_size))
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        blocks = np.zeros((part.stop - start, count * block_size), np.float32)
-        blocks[:, :width] = matrix[part]
-        blocks = blocks.reshape(-1, count, block_size)
-        scale, zero = (_symmetric if symmetric else _asymmetric)(blocks, bits, scale_dtype)
-        whole = _round(blocks, scale, zero, bits)
-        values[part], scales[part] = pack_values(whole, bits), scale
-        if zeros is not None:
-            zeros[part] = pack_values(zero.astype(np.uint8), bits)
-    return Blocks(values, scales, zeros, bits, block_size, width)
+    grid, group = rounded.grid, rounded.group
+    if grid.bits not in (4, 8):
+        raise ValueError(f"blocks of {grid.bits} bits: there are 4 and 8")
+    values = _unsigned(rounded.codes, 0 if group.zero is not None else 1 << (grid.bits - 1))
+    packed = pack_values(values.reshape(*group.scale.shape, -1), grid.bits)
+    zeros = None if group.zero is None else pack_values(group.zero.astype(np.uint8), grid.bits)
+    return Blocks(packed, group.scale, zeros, grid.bits, grid.group, rounded.width)
 
 
-def dequantise_blocks(blocks: Blocks) -> Matrix:
-    """The weight [out, in] that MatMulNBits computes with."""
-    rows, count = blocks.scales.shape
-    values = unpack_values(blocks.values, blocks.bits).astype(np.float32)
-    if blocks.zero_points is None:
-        values -= 1 << (blocks.bits - 1)
-    else:
-        values -= unpack_values(blocks.zero_points, blocks.bits)[:, :count, None]
-    values *= blocks.scales.astype(np.float32)[:, :, None]
-    return values.reshape(rows, -1)[:, : blocks.width]
-
-
-def _symmetric(blocks: Matrix, bits: int, dtype: str) -> tuple[Matrix, Matrix]:
-    """Scale and middle of each block, [out, blocks]; the scale's sign puts the largest magnitude on -2^(bits - 1)."""
-    half = 1 << (bits - 1)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1)[..., 0]
-    return _storable(largest / -half, dtype), np.full(largest.shape, half, np.float32)
-
-
-def _asymmetric(blocks: Matrix, bits: int, dtype: str) -> tuple[Matrix, Matrix]:
-    """Scale and zero point of each block, [out, blocks]."""
-    top = (1 << bits) - 1
-    low: Matrix = np.minimum(blocks.min(-1), 0)
-    high: Matrix = np.maximum(blocks.max(-1), 0)
-    scale = _storable((high - low) / np.float32(top), dtype)
-    zero = np.divide(-low, scale, out=np.zeros_like(low), where=scale != 0)
-    return scale, np.clip(np.rint(zero), 0, top)
-
-
-def _storable(scale: NDArray[np.floating[Any]], dtype: str) -> Matrix:
-    """The scale as it will be stored, so that weights are rounded with what they are multiplied with."""
-    return scale.astype(dtype).astype(np.float32)
-
-
-def _round(blocks: Matrix, scale: Matrix, zero: Matrix, bits: int) -> NDArray[np.uint8]:
-    wide = scale[..., None]
-    units = np.divide(blocks, wide, out=np.zeros_like(blocks), where=wide != 0)
-    return np.clip(np.rint(units) + zero[..., None], 0, (1 << bits) - 1).astype(np.uint8)
+def _unsigned(codes: NDArray[Any], middle: int) -> NDArray[np.uint8]:
+    """Codes counted from the bottom of the grid."""
+    whole = codes.view(np.uint8) if codes.dtype == np.int8 else codes.astype(np.uint8)
+    result: NDArray[np.uint8] = whole + np.uint8(middle)  # modulo 256, as two's complement wants it
+    return result
 
 
 def pack_values(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

@@ -1,18 +1,16 @@
-"""Symmetric int8 with one scale for each output: the weight of the row-wise int8 product."""
+"""Grids over whole rows of a weight: 8-bit integers or floats with one scale for each output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "dequantise_columns", "quantise_columns"]
+from specedge.quant.grid import Rounded
 
-Matrix = NDArray[np.float32]
-
-_TOP = 127
-_CHUNK = 1 << 22  # weights rounded at a time, which bounds the temporary arrays
+__all__ = ["Columns", "pack_columns"]
 
 
 @dataclass(frozen=True)
@@ -20,26 +18,14 @@ class Columns:
     """A weight [out, in]; w = value * scale of its output.
 
     Attributes:
-        values: int8 [out, in], from -127 to 127.
+        values: int8, from -127 to 127, or float8; [in, out], as a product takes it.
         scales: float32 [out].
     """
 
-    values: NDArray[np.int8]
+    values: NDArray[Any]
     scales: NDArray[np.float32]
 
 
-def quantise_columns(matrix: Matrix) -> Columns:
-    """Rounds a weight [out, in]; each output's largest magnitude becomes 127."""
-    scales = np.maximum(matrix.max(-1), -matrix.min(-1)).astype(np.float32) / np.float32(_TOP)
-    scales[scales == 0] = 1.0
-    values = np.empty(matrix.shape, np.int8)
-    step = max(1, _CHUNK // matrix.shape[1])
-    for start in range(0, len(matrix), step):
-        part = slice(start, start + step)
-        values[part] = np.clip(np.rint(matrix[part] / scales[part, None]), -_TOP, _TOP)
-    return Columns(values, scales)
-
-
-def dequantise_columns(columns: Columns) -> Matrix:
-    """The weight [out, in] that the product computes with."""
-    return columns.values.astype(np.float32) * columns.scales[:, None]
+def pack_columns(rounded: Rounded) -> Columns:
+    """Packs a weight on a symmetric grid over whole rows."""
+    return Columns(rounded.codes.T, rounded.group.scale[:, 0])

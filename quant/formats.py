@@ -1,15 +1,33 @@
-"""Number formats, one row each: how a linear layer's weight is stored and what the activations are."""
+"""Number formats, one row each: the grid a linear layer's weight lies on, and what the activations are."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
-from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.quant.grid import Grid, round_nearest
+from specedge.quant.layer import Layer, Quantiser
 from specedge.runtime.errors import UsageError
 
-__all__ = ["DEVICES", "FORMATS", "Format", "default_precision", "find_format"]
+__all__ = [
+    "DEVICES",
+    "EMBEDDING",
+    "FORMATS",
+    "HEAD",
+    "Format",
+    "default_precision",
+    "find_format",
+    "grid_for",
+    "nearest",
+]
 
-Kind = Literal["dense", "blocks", "affine", "columns"]
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+"""Names of the vocabulary's two ends; a tied matrix is one layer, the embedding."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -17,51 +35,75 @@ class Format:
     """One number format.
 
     Attributes:
-        name: "fp32", "fp16", "int8" or "int4".
-        kind: "dense": plain floats; "blocks": integers with a scale for each block of a row of the
-            weight (MatMulNBits); "affine": such blocks with a real minimum (quant/affine.py);
-            "columns": int8 with one scale for each output, activations quantised row by row.
-        dtype: numpy name of the activations, the cache and the scales.
-        bits: Bits of a weight.
-        block_size: Weights that share a scale, where kind is "blocks" or "affine".
-        symmetric: Whether zero is always the middle of the range (no zero points).
-        head_bits: Bits of the vocabulary matrix; None: as the rest.
+        name: Of the row: "fp32", "fp16", "int8", "int8-static", "int8-block", "int4", "int3", "fp8-e4m3",
+            "fp8-e5m2" or "gguf".
+        dtype: numpy name of the activations and the cache.
+        grid: Where weights lie; None: they are plain floats of `dtype`. A grid over whole rows of
+            the weight has its activations rounded to int8 as well; a grid in blocks leaves that
+            to its operator.
+        kept: Parts that have a grid of their own, or None for plain floats: "head" (the vocabulary),
+            "first" and "last" (layers).
+        static: Activations are rounded with a calibrated step, the same for all rows.
+        emulated: No operator multiplies this grid: weights are rounded to it and stored as floats.
     """
 
     name: str
-    kind: Kind
     dtype: str
-    bits: int
-    block_size: int = 0
-    symmetric: bool = True
-    head_bits: int | None = None
+    grid: Grid | None = None
+    kept: tuple[tuple[str, Grid | None], ...] = ()
+    static: bool = False
+    emulated: bool = False
 
+
+def _blocks(bits: int, group: int, scale_dtype: str = "float16", *, symmetric: bool = True) -> Grid:
+    return Grid("integer", bits, group, symmetric=symmetric, scale_dtype=scale_dtype)
+
+
+def _float8(name: str, float_dtype: str) -> Format:
+    return Format(name, "float32", Grid("float8", 8, float_dtype=float_dtype))
+
+
+_ROWS = Grid("integer", 8, narrow=True)
 
 # A draft's worth is how often its likeliest token is the target's. On answers of SmolLM2-135M (a
 # dequantised Q4_1 file, whose grid affine blocks share): .75 with integer zero points, .78 with an
 # 8-bit vocabulary matrix too, .97 with affine blocks.
-_INT4 = Format("int4", "affine", "float32", 4, block_size=32, head_bits=8)
+_INT4 = Format("int4", "float32", Grid("affine", 4, 32, scale_dtype="float16"), kept=(("head", _blocks(8, 32)),))
 
-# The per-column int8 form has no CUDA kernel, so CUDA gets 8-bit blocks; CUDA's attention has no
+# A grid over whole rows has no CUDA kernel, so CUDA gets 8-bit blocks; CUDA's attention has no
 # fp32 kernel, so every row of CUDA computes in fp16.
 FORMATS: dict[str, dict[str, Format]] = {
     "cpu": {
-        "fp32": Format("fp32", "dense", "float32", 32),
-        "fp16": Format("fp16", "dense", "float16", 16),
-        "int8": Format("int8", "columns", "float32", 8),
-        "int4": _INT4,
+        row.name: row
+        for row in (
+            Format("fp32", "float32"),
+            Format("fp16", "float16"),
+            Format("int8", "float32", _ROWS),
+            Format("int8-static", "float32", _ROWS, static=True),
+            Format("int8-block", "float32", _blocks(8, 64, "float32")),
+            _INT4,
+            Format("int3", "float32", _blocks(3, 32), kept=(("head", _blocks(8, 32)),), emulated=True),
+            _float8("fp8-e4m3", "float8_e4m3fn"),
+            _float8("fp8-e5m2", "float8_e5m2"),
+            Format("gguf", "float32"),
+        )
     },
     "cuda": {
-        "fp16": Format("fp16", "dense", "float16", 16),
-        "int8": Format("int8", "blocks", "float16", 8, block_size=32),
-        "int4": replace(_INT4, dtype="float16"),
+        row.name: row
+        for row in (
+            Format("fp16", "float16"),
+            Format("int8", "float16", _blocks(8, 32)),
+            replace(_INT4, dtype="float16"),
+        )
     },
 }
 
-# A target pays for many rows (prompts, trees), where int8 columns are cheapest; a draft runs one row
+_ALIASES = {"fp8": "fp8-e4m3"}
+
+# A target pays for many rows (prompts, trees), where whole rows are cheapest; a draft runs one row
 # at a time, where 8-bit blocks are: 8.7 to 11.8 ms a pass of SmolLM2-135M on one thread, and nearer to fp32.
 _DRAFTS: dict[tuple[str, str], Format] = {
-    ("cpu", "int8"): Format("int8", "blocks", "float32", 8, block_size=64),
+    ("cpu", "int8"): replace(FORMATS["cpu"]["int8-block"], name="int8"),
 }
 
 DEVICES = tuple(FORMATS)
@@ -82,7 +124,7 @@ def find_format(precision: str, device: str = "cpu", *, draft: bool = False) -> 
     """The row of a precision on a device.
 
     Args:
-        precision: "fp32", "fp16", "int8" or "int4".
+        precision: Name of a row, or "fp8" for "fp8-e4m3".
         device: "cpu" or "cuda".
         draft: The model drafts; it need not be good at many rows.
 
@@ -90,11 +132,46 @@ def find_format(precision: str, device: str = "cpu", *, draft: bool = False) -> 
         UsageError: There is no such device, or no such precision on it.
     """
     rows = _rows(device)
-    if precision not in rows:
+    name = _ALIASES.get(precision, precision)
+    if name in rows:
+        return _DRAFTS.get((device, name), rows[name]) if draft else rows[name]
+    if name.startswith("fp8-") and name in FORMATS["cpu"]:
         raise UsageError(
-            f"precision {precision!r} is not available on device {device!r}: choose one of {', '.join(rows)}"
+            f"precision {precision!r} is not available on device {device!r}: FP8 arithmetic needs compute capability "
+            "8.9 or newer (Ada, Thor) through TensorRT, Orin has 8.7; use int8 or int4"
         )
-    return _DRAFTS.get((device, precision), rows[precision]) if draft else rows[precision]
+    raise UsageError(f"precision {precision!r} is not available on device {device!r}: choose one of {', '.join(rows)}")
+
+
+def grid_for(form: Format, name: str, layers: int) -> Grid | None:
+    """The grid of one linear layer; None: plain floats.
+
+    Args:
+        form: The model's number format.
+        name: The layer's, as `Quantiser` knows it.
+        layers: How many layers the model has.
+    """
+    kept, place = dict(form.kept), _place(name, layers)
+    return kept.get(place, form.grid)
+
+
+def nearest(form: Format, layers: int) -> Quantiser:
+    """Rounds each weight to the nearest values of its grid, and compensates nothing."""
+
+    def quantise(name: str, weight: NDArray[np.float32], bias: NDArray[np.float32] | None) -> Layer:
+        grid = grid_for(form, name, layers)
+        return Layer(weight if grid is None else round_nearest(weight, grid), bias)
+
+    return quantise
+
+
+def _place(name: str, layers: int) -> str:
+    """Which part of a model a linear layer belongs to; "" for the middle."""
+    if name in (EMBEDDING, HEAD):
+        return "head"
+    found = _LAYER.match(name)
+    layer = int(found[1]) if found else -1
+    return "first" if layer == 0 else "last" if layer == layers - 1 else ""
 
 
 def _rows(device: str) -> dict[str, Format]:

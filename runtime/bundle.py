@@ -49,7 +49,7 @@ class GraphSpec:
         file: Path inside the bundle, with slashes.
         flavour: "gqa" is the speculative graph (tree mask, in-place cache); "growing" has the
             standard inputs and outputs, its cache grows and it can verify chains only.
-        precision: "fp32", "fp16", "int8" or "int4".
+        precision: Name of its number format: "fp32", "fp16", "int8", "int4", "fp8-e4m3" …
         layers, kv_heads, head_dim: Shape of the cache.
         hidden_size: Width of the hidden rows.
         vocab_size: Width of the logits.
@@ -59,6 +59,7 @@ class GraphSpec:
         shares_cache: A draft that is the target itself in fewer bits works in the target's cache:
             it reads the target's keys and values and writes its own behind them.
         cache_layers: Where it shares the cache: which of the target's layers each of its own is; (): all, in order.
+        recipe: Its format, options and compensation as they were asked for: "int4:b64:sym+gptq".
     """
 
     file: str
@@ -74,6 +75,7 @@ class GraphSpec:
     weight_bytes: int
     shares_cache: bool = False
     cache_layers: tuple[int, ...] = ()
+    recipe: str = ""
 
     def __post_init__(self) -> None:
         if self.flavour not in FLAVOURS:
@@ -86,6 +88,8 @@ class GraphSpec:
         kept = self.cache_layers
         if kept and (not self.shares_cache or len(kept) != self.layers or list(kept) != sorted(set(kept))):
             raise ValueError(f"cache_layers {list(kept)} are not the layers of the {self.layers} it has, in order")
+        if self.recipe and not _SAFE_PART.fullmatch(self.recipe):
+            raise ValueError("recipe has characters other than letters, digits and ._+:@,=-")
 
     @property
     def cache_bytes(self) -> int:

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from specedge.export.decoder import write_decoder
-from specedge.quant.affine import dequantise_affine, quantise_affine
-from specedge.quant.blocks import dequantise_blocks, quantise_blocks
-from specedge.quant.columns import dequantise_columns, quantise_columns
-from specedge.quant.formats import find_format
+from specedge.quant.formats import find_format, grid_for
+from specedge.quant.grid import dequantise, round_nearest
 from specedge.runtime.errors import CheckpointError, StorageError, UnsupportedModelError, UsageError
 from specedge.tests.export.graphs import Speculative
 from specedge.tests.reference import changed, forward, memory_checkpoint, random_tree
@@ -46,19 +44,11 @@ def write(checkpoint, folder, precision="fp32", **options):
 
 def rounded(checkpoint, form):
     """The checkpoint with the weights that a graph of this number format computes with."""
+    layers = checkpoint.config["num_hidden_layers"]
 
     def round_weight(name, weight):
-        if weight.ndim == 1 or form.kind == "dense":
-            return weight
-        if form.kind == "columns":
-            return dequantise_columns(quantise_columns(weight))
-        ends = "embed" in name or "head" in name
-        if form.kind == "affine" and not ends and weight.shape[1] % form.block_size == 0:
-            return dequantise_affine(quantise_affine(weight, block_size=form.block_size), weight.shape[1])
-        bits = form.head_bits if ends and form.head_bits else form.bits
-        return dequantise_blocks(
-            quantise_blocks(weight, bits=bits, block_size=form.block_size, symmetric=form.symmetric)
-        )
+        grid = grid_for(form, name.removesuffix(".weight"), layers)
+        return weight if weight.ndim == 1 or grid is None else dequantise(round_nearest(weight, grid))
 
     return changed(checkpoint, **{name: round_weight(name, weight) for name, weight in checkpoint.tensors.items()})
 
@@ -172,6 +162,7 @@ def test_what_the_manifest_is_told(tmp_path):
         "weight_bytes": sum(told),
         "shares_cache": False,
         "cache_layers": (),
+        "recipe": "fp16",
     }
     assert {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}["target.onnx_data"] == sum(told)
 

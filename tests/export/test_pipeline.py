@@ -37,7 +37,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"precision": "fp8"}, "fp8.*choose one of fp32, fp16, int8, int4"),
+            ({"precision": "fp3"}, "fp3.*choose one of fp32, fp16, int8, int8-static"),
             ({"device": "tpu"}, "tpu.*choose one of cpu, cuda"),
             ({"precision": "fp32", "device": "cuda"}, "fp32.*choose one of fp16"),
             ({"drafts": ("small",)}, "draft is 'small': choose one of self-int4, self-int8, none"),

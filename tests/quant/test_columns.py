@@ -1,27 +1,27 @@
-"""int8 with one scale for each output."""
+"""Weights with one scale for each output."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from specedge.quant.columns import dequantise_columns, quantise_columns
+from specedge.quant.columns import pack_columns
+from specedge.quant.formats import find_format
+from specedge.quant.grid import dequantise, round_nearest
 
 
-def test_no_weight_is_off_by_more_than_half_a_step(rng):
+@pytest.mark.parametrize("precision", ["int8", "fp8-e4m3", "fp8-e5m2"])
+def test_values_and_scales_are_the_rounded_weight(rng, precision):
     weight = rng.standard_normal((9, 130)).astype(np.float32) * np.logspace(-6, 3, 9, dtype=np.float32)[:, None]
-    columns = quantise_columns(weight)
-    assert np.abs(columns.values).max(-1).tolist() == [127] * 9
-    assert (np.abs(dequantise_columns(columns) - weight) <= columns.scales[:, None] * 0.5001).all()
+    weight[4] = 0
+    rounded = round_nearest(weight, find_format(precision).grid)
+    columns = pack_columns(rounded)
+    assert columns.values.shape == (130, 9) and columns.values.itemsize == 1
+    assert (columns.values.astype(np.float32).T * columns.scales[:, None] == dequantise(rounded)).all()
 
 
-def test_an_output_of_zeros():
-    columns = quantise_columns(np.zeros((2, 8), np.float32))
-    assert (dequantise_columns(columns) == 0).all()
-    assert (columns.scales > 0).all()
-
-
-def test_many_rows_are_rounded_in_parts_without_a_seam(rng, monkeypatch):
-    weight = rng.standard_normal((33, 64)).astype(np.float32)
-    whole = quantise_columns(weight)
-    monkeypatch.setattr("specedge.quant.columns._CHUNK", 640)
-    assert (quantise_columns(weight).values == whole.values).all()
+def test_no_int8_weight_is_off_by_more_than_half_a_step(rng):
+    weight = rng.standard_normal((9, 130)).astype(np.float32)
+    rounded = round_nearest(weight, find_format("int8").grid)
+    assert np.abs(rounded.codes).max(-1).tolist() == [127] * 9
+    assert (np.abs(dequantise(rounded) - weight) <= rounded.group.scale * 0.5001).all()
