@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specedge.export.checkpoint import Checkpoint, Tensors
+from specedge.export.gguf_blocks import keep_blocks, rounded_tensors
 from specedge.export.layers import COSINES, SINES, Decoder, read_decoder
 from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.standard import standard_graph
@@ -59,7 +60,8 @@ def write_decoder(
         device: "cpu" or "cuda".
         standard: Also write the standard graph.
         draft: The model drafts: it gets the number format that is fastest for one row.
-        quantise: Decides how each linear layer is stored; None: rounded to the nearest of its grid.
+        quantise: Decides how each linear layer is stored; None: rounded to the nearest of its grid, or,
+            with "gguf", kept as the file has it.
         tensors: To store instead of the checkpoint's own, under the same names.
         on_tensor: Told how many bytes were just written.
 
@@ -76,6 +78,8 @@ def write_decoder(
     sizes = decoder.dimensions
     if not 0 < capacity <= sizes.positions:
         raise UsageError(f"capacity is {capacity}: {checkpoint.name} takes 1 to {sizes.positions} positions")
+    if quantise is None and recipe.form.name == "gguf":
+        quantise = keep_blocks(rounded_tensors(checkpoint.tensors, checkpoint.name), decoder.family)
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{STANDARD if standard else stem}.onnx_data"
     with WeightFile(data, on_tensor) as weights:

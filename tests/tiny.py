@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,15 +179,22 @@ def _interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
     return np.concatenate([tensor[first : first + head][order] for first in range(0, heads * head, head)])
 
 
-def write_tiny_gguf(path: Path, model: TinyLlama | None = None, *, rope_freqs: np.ndarray | None = None) -> Path:
-    """Write the model as a GGUF file, float32.
+def write_tiny_gguf(
+    path: Path,
+    model: TinyLlama | None = None,
+    *,
+    rope_freqs: np.ndarray | None = None,
+    kinds: Callable[[str], str] = lambda name: "F32",
+) -> Path:
+    """Write the model as a GGUF file.
 
     Args:
         path: The file.
         model: The model.
         rope_freqs: What the frequencies are divided by, as converters write it for Llama 3.1's scaling.
+        kinds: GGML number format by Hugging Face name; asked for matrices, the rest is float32.
     """
-    from gguf import GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
 
     model = model or TinyLlama()
     writer = GGUFWriter(path, "llama")
@@ -208,7 +216,8 @@ def write_tiny_gguf(path: Path, model: TinyLlama | None = None, *, rope_freqs: n
     for name, tensor in model.tensors().items():
         if "q_proj" in name or "k_proj" in name:
             tensor = _interleave(tensor, model.heads if "q_proj" in name else model.kv_heads)
-        writer.add_tensor(_gguf_name(name), tensor)
+        kind = GGMLQuantizationType[kinds(name) if tensor.ndim == 2 else "F32"]
+        writer.add_tensor(_gguf_name(name), quants.quantize(tensor, kind), raw_dtype=kind)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
     writer.write_header_to_file()
