@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from specedge.quant.activations import search_step
 from specedge.quant.bias import corrected_bias
-from specedge.quant.gptq import keep_better, round_second_order
+from specedge.quant.descent import keep_better
+from specedge.quant.gptq import round_second_order
 from specedge.quant.grid import Grid, Rounded, dequantise, round_nearest
 from specedge.quant.layer import Layer
 from specedge.quant.lowrank import correct_low_rank

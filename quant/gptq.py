@@ -26,22 +26,32 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.quant.grid import Grid, Group, Rounded, choose, dequantise, join, round_nearest
+from specedge.quant.descent import descend, keep_better
+from specedge.quant.grid import Grid, Group, Rounded, join, round_nearest
 from specedge.quant.ranges import fit_range, round_searched
 
-__all__ = ["DAMPING", "keep_better", "output_error", "round_second_order"]
+__all__ = ["DAMPING", "ROUNDS", "round_second_order"]
 
 Matrix = NDArray[np.float32]
 
 DAMPING = 0.01
 """Share of H's mean diagonal that is added to it (the paper's)."""
 
+ROUNDS = 2
+"""Rounds of descent that follow (quant/descent.py)."""
+
 _ROWS = 4096  # outputs rounded at a time, which bounds the temporary arrays
 _BLOCK = 32  # inputs passed through together where all of them share a scale
 
 
 def round_second_order(
-    matrix: Matrix, grid: Grid, second: Matrix, *, search_range: bool = False, damping: float = DAMPING
+    matrix: Matrix,
+    grid: Grid,
+    second: Matrix,
+    *,
+    search_range: bool = False,
+    damping: float = DAMPING,
+    rounds: int = ROUNDS,
 ) -> Rounded:
     """Rounds a weight [out, in] to a grid so that the error of the layer's output is small.
 
@@ -51,6 +61,7 @@ def round_second_order(
         second: H, [in, in], the mean of x x^T.
         search_range: Whether the range of each group is searched (quant/ranges.py) rather than spanned.
         damping: Share of H's mean diagonal that is added to it.
+        rounds: Of descent that follow.
 
     Raises:
         ValueError: H has another size than `in`, or is no second moment.
@@ -67,14 +78,8 @@ def round_second_order(
             nearest = keep_better(part, second, nearest, round_searched(part, grid, np.diagonal(second)))
         if root is not None:
             nearest = keep_better(part, second, nearest, _pass_on(part, grid, root, search_range))
-        parts.append(nearest)
+        parts.append(descend(part, nearest, second, rounds))
     return Rounded(grid, np.concatenate([part.codes for part in parts]), join([part.group for part in parts]), width)
-
-
-def output_error(missed: Matrix, second: Matrix) -> Matrix:
-    """e H e^T of each row e of E = W - What, [out]: the mean square error of each output."""
-    error: Matrix = np.einsum("oi,oi->o", missed @ second, missed)
-    return error
 
 
 def _root(second: Matrix, damping: float) -> Matrix | None:
@@ -126,10 +131,3 @@ def _pass_on(matrix: Matrix, grid: Grid, root: Matrix, search_range: bool) -> Ro
     if padding:
         codes += [grid.codes(np.zeros((outputs, 1, 1), np.float32), groups[-1])[:, 0, 0]] * padding
     return Rounded(grid, np.stack(codes, 1), whole or join(groups, 1), width)
-
-
-def keep_better(matrix: Matrix, second: Matrix, one: Rounded, other: Rounded) -> Rounded:
-    """Of two ways to round, the one with less error for each output."""
-    errors = [output_error(matrix - dequantise(way), second) for way in (one, other)]
-    first = (errors[0] <= errors[1])[:, None]
-    return Rounded(one.grid, np.where(first, one.codes, other.codes), choose(first, one.group, other.group), one.width)

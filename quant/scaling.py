@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specedge.quant.activations import rounding_error, search_step
-from specedge.quant.gptq import output_error
+from specedge.quant.descent import output_error
 from specedge.quant.grid import Grid, dequantise, round_nearest
 from specedge.quant.moments import Moments
 

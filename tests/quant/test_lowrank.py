@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specedge.quant.gptq import output_error
+from specedge.quant.descent import output_error
 from specedge.quant.grid import dequantise, round_nearest
 from specedge.quant.lowrank import correct_low_rank
 from specedge.tests.activations import GRIDS, activations
