@@ -226,7 +226,10 @@ class Engine:
         if spec.shares_cache and isinstance(self.target, Decoder):
             return Decoder(path, spec, device=device, threads=self._threads, host=self.target)
         cls = Decoder if spec.tree else GrowingDecoder
-        return cls(path, spec, capacity=self._capacity, device=device, threads=self._threads)
+        capacity = self._capacity
+        if capacity is not None and spec is not self.manifest.target:
+            capacity = min(capacity, spec.capacity)  # a draft model's context may end sooner; it then stops drafting
+        return cls(path, spec, capacity=capacity, device=device, threads=self._threads)
 
 
 def _with(options: Options, overrides: dict[str, Any]) -> Options:

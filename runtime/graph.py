@@ -65,6 +65,7 @@ class Decoder:
             raise BundleError(f"{path}: its cache does not fit into that of {host.spec.file}; export the bundle again")
         rows = host.capacity if host is not None else cache_rows(spec, capacity)
         self.spec: GraphSpec = spec
+        self.path = path
         self._session = open_session(path, device=device, threads=threads)
         _check_interface(self._session, spec, path)
         self._cache = Cache(spec if host is None else host.spec, rows, None if host is None else host.pool)

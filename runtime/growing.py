@@ -35,6 +35,7 @@ class GrowingDecoder:
         threads: int | None = None,
     ) -> None:
         self.spec = spec
+        self.path = path
         self.capacity = cache_rows(spec, capacity)
         self.length = 0
         self._nodes = 0

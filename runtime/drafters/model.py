@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Law, Target, Verdict
+from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Floats, Law, Rows, Target, Verdict
+from specedge.runtime.errors import NumericError
 
 __all__ = ["ModelDrafter", "draft_chain"]
 
@@ -75,20 +76,30 @@ class ModelDrafter:
 def draft_chain(model: Target, context: Context, budget: int, sample: bool, drafted: list[int]) -> Draft:
     """Decodes ahead with a draft model, first running the tokens that its cache lacks.
 
+    A vocabulary padded wider than the target's is cut. One padded narrower never proposes what it
+    lacks, and runs the first token in its place: the guess after it is worse, the reply the same.
+
     Args:
         model: The draft model.
         context: What is committed.
         budget: Tokens to draft, at least one.
         sample: Whether to draw from the model's own law and say so (see `ModelDrafter`).
         drafted: Filled with the tokens as they are drafted, so that a failure leaves it known what was run.
+
+    Raises:
+        NumericError: The model computed NaN or infinity.
     """
+    spec = getattr(model, "spec", None)
+    known = None if spec is None or context.rows is None else min(spec.vocab_size, context.rows.logits.shape[1])
     laws: list[Law] = []
     prefix = list(context.tokens)
     pending: Sequence[int] = prefix[model.length :]
     for _ in range(budget):
-        logits = model.forward(pending).logits[0]
+        if known is not None:
+            pending = [token if token < known else 0 for token in pending]
+        logits = _sound(model.forward(pending), len(prefix))
         if context.rows is not None:
-            logits = logits[: context.rows.logits.shape[1]]  # a draft's vocabulary may be padded wider
+            logits = logits[: context.rows.logits.shape[1]]
         if sample:
             laws.append(context.sampler.law(logits, prefix))
             token = context.sampler.draw(laws[-1], len(prefix), stream=1)
@@ -98,3 +109,10 @@ def draft_chain(model: Target, context: Context, budget: int, sample: bool, draf
         drafted.append(token)
         pending = [token]
     return Draft.chain(drafted, np.stack(laws) if laws else None)
+
+
+def _sound(rows: Rows, position: int) -> Floats:
+    """The logits of a pass of one wanted row; a head that rounds its input would turn NaN into some number."""
+    if rows.hidden is not None and not np.isfinite(rows.hidden[-1]).all():
+        raise NumericError(f"the draft model computed NaN or infinity at position {position}: export it again")
+    return rows.logits[0]

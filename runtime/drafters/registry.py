@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from specedge.runtime.bundle import GraphSpec, Manifest
 from specedge.runtime.contracts import Drafter, Target
+from specedge.runtime.drafters.broken import BrokenDrafter
 from specedge.runtime.drafters.model import ModelDrafter
 from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.none import NoDrafter
 from specedge.runtime.drafters.self_draft import SelfDrafter
+from specedge.runtime.errors import NumericError
 from specedge.runtime.graph import Decoder
+from specedge.runtime.growing import GrowingDecoder
+from specedge.runtime.soundness import check_weights
 
 __all__ = ["METHODS", "Method", "OpenModel", "method_names", "open_drafter"]
 
@@ -44,6 +48,13 @@ METHODS: Mapping[str, Method] = {
 
 
 def _draft_model(name: str, model: Target) -> Drafter:
+    """A drafter over a draft model; one that drafts nothing and says why where the weights hold NaN or infinity."""
+    if isinstance(model, (Decoder, GrowingDecoder)):
+        try:
+            check_weights(model.path)
+        except NumericError as error:
+            model.close()
+            return BrokenDrafter(name, error)
     if isinstance(model, Decoder) and model.spec.shares_cache:
         return SelfDrafter(name, model)
     return ModelDrafter(name, model)

@@ -1,0 +1,30 @@
+"""A drafter that could not be made: it drafts nothing, and says why."""
+
+from __future__ import annotations
+
+from specedge.runtime.contracts import Context, Draft, Verdict
+
+__all__ = ["BrokenDrafter"]
+
+
+class BrokenDrafter:
+    """Stands where a draft model would that is not fit to run.
+
+    Args:
+        name: "draft:NAME".
+        error: Why it is not. It is raised when a draft is asked for, and ends drafting there.
+    """
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name = name
+        self._error = error
+
+    def propose(self, context: Context, budget: int) -> Draft:
+        """See `contracts.Drafter`."""
+        raise self._error
+
+    def observe(self, context: Context, verdict: Verdict) -> None:
+        """See `contracts.Drafter`; there is nothing to keep."""
+
+    def rewind(self, length: int) -> None:
+        """See `contracts.Drafter`; there is nothing to rewind."""
