@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -253,6 +254,61 @@ def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **
     if out is not None:
         benchmark.write_result(result, out)
         click.echo(f"Written to {out}", err=True)
+
+
+@main.command("compare-compensation")
+@click.argument("model")
+@click.option("--prompts", required=True, type=click.Path(path_type=Path), help="JSON lines of prompts to measure on.")
+@click.option("--formats", help="Number formats, with commas between.  [default: all]")
+@click.option("--methods", help="Compensations, with commas between: none,gptq,scale+gptq.  [default: ten]")
+@click.option("--precision", help="Of the target.  [default: fp32]")
+@click.option("--calibration-prompts", type=click.Path(path_type=Path), help="[default: what the target writes]")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Folder to keep what calibration measures in.")
+@click.option("--limit", "count", type=click.IntRange(1), default=48, show_default=True, help="Prompts in all.")
+@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--time-best", type=click.IntRange(0), default=4, show_default=True, help="Drafts to time as they decode."
+)
+@click.option("--threads", type=click.IntRange(1), help="Threads to compute with.")
+@click.option("--revision", help="Revision of a hub model.")
+@click.option("--offline", is_flag=True, help="Fetch nothing.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON, draft by draft.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw it as PNG.")
+def compare_compensation(model: str, prompts: Path, out: Path | None, picture: Path | None, **chosen: Any) -> None:
+    """Compare drafts of MODEL: every number format with every compensation."""
+    from specedge.runtime.bench import run, write_result
+    from specedge.runtime.files import check_writable, write_bytes
+    from specedge.runtime.progress import Phases
+    from specedge.runtime.prompts import read_prompts
+    from specedge.runtime.providers import share_threads
+    from specedge.runtime.show import show
+
+    for path in filter(None, (out, picture)):
+        check_writable(path)
+    for name in ("formats", "methods"):
+        if chosen[name] is not None:
+            chosen[name] = tuple(part.strip() for part in chosen[name].split(",") if part.strip())
+    if chosen["calibration_prompts"] is not None:
+        chosen["calibration_prompts"] = tuple(read_prompts(chosen["calibration_prompts"], labelled=False))
+    asked = read_prompts(prompts)
+    share_threads(chosen["threads"])
+
+    def work(_: Any) -> Any:
+        from specedge.export import compare, compare_report
+
+        if picture is not None:
+            compare_report.check_plotting()
+        options = compare.CompareOptions(**{name: value for name, value in chosen.items() if value is not None})
+        with Phases() as phases:
+            save = partial(write_result, path=out) if out is not None else lambda result: None
+            return compare.compare(model, asked, options, timer=run, progress=phases, save=save), compare_report
+
+    result, report = _exporting(work)
+    show(report.table(result), sys.stdout)
+    if picture is not None:
+        write_bytes(picture, report.plot(result))
+    for path in filter(None, (out, picture)):
+        click.echo(f"Written to {path}", err=True)
 
 
 @main.command()

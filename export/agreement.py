@@ -90,6 +90,22 @@ class TargetLogits:
         rows = sum(len(text.answer) for text in texts)
         self._rows: Floats = np.memmap(path, np.float32, "r", shape=(rows, vocab_size))
 
+    @property
+    def tokens(self) -> int:
+        """Answer tokens of all texts."""
+        return len(self._rows)
+
+    @property
+    def nll(self) -> float:
+        """Mean -log p of the answers' tokens, nats."""
+        answers = np.array([token for text in self.texts for token in text.answer])
+        total = 0.0
+        for first in range(0, len(answers), _STEP_ROWS):
+            tokens = answers[first : first + _STEP_ROWS]
+            log_p = _log_softmax(np.array(self._rows[first : first + _STEP_ROWS]))
+            total -= float(log_p[np.arange(len(tokens)), tokens].sum(dtype=np.float64))
+        return total / len(answers)
+
     @classmethod
     def record(
         cls, target: Target, texts: Sequence[Text], folder: Path, progress: Counter | None = None

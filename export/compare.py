@@ -98,6 +98,8 @@ def compare(
             logits, clock = _measured_target(bundle, target, [ids for _, ids in asked], options, progress)
             with opened(*_graph(plain), target.capacity, options.threads) as other:
                 plain_ms, plain_cost = clock.cost(other)
+            result["tokens"], result["target_nll"] = logits.tokens, round(logits.nll, 5)
+            result["past"] = clock.past
             result["verify_ms"] = {str(length): round(ms, 3) for length, ms in clock.verify.items()}
             result["baseline"] = {"recipe": _BASELINE, "ms": round(plain_ms, 3), "cost": round(plain_cost, 4)}
             best = _run_trials(checkpoint, bundle, logits, clock, options, result, progress, save)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from specedge.runtime.errors import StorageError
 
-__all__ = ["check_writable", "write_text"]
+__all__ = ["check_writable", "write_bytes", "write_text"]
+
+_ROOM = "give a file in a folder with room"
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
@@ -32,15 +34,28 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         StorageError: It cannot be written; what stood there before is untouched.
     """
+    try:
+        content = text.encode("utf-8")
+    except UnicodeEncodeError:
+        target = check_writable(path)
+        raise StorageError(f"{target}: cannot be written: it is not valid Unicode; {_ROOM}") from None
+    write_bytes(path, content)
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file.
+
+    Raises:
+        StorageError: As `write_text`.
+    """
     target = check_writable(path)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with part.open("wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(target)
-    except (OSError, UnicodeEncodeError) as error:
+    except OSError as error:
         part.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else "it is not valid Unicode"
-        raise StorageError(f"{target}: cannot be written: {reason}; give a file in a folder with room") from None
+        raise StorageError(f"{target}: cannot be written: {error.strerror}; {_ROOM}") from None

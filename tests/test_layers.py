@@ -25,6 +25,8 @@ PROJECT = {
     "export": {
         "export", "models", "quant",
         "runtime.errors", "runtime.contracts", "runtime.bundle", "runtime.graph", "runtime.growing", "runtime.tree",
+        "runtime.prompts", "runtime.providers", "runtime.text",
+        "runtime.prompts", "runtime.text",
     },
     "train": {"train", "models", "quant", "export", "runtime.errors", "runtime.contracts", "runtime.bundle"},
     "runtime": {"runtime"},
@@ -35,13 +37,15 @@ TORCH = {"torch", "transformers", "accelerate", "optimum"}
 OTHERS = {
     "models": {"numpy"},
     "quant": {"numpy", "ml_dtypes"},
-    "export": {"numpy", "onnx", "onnxruntime", "ml_dtypes", "safetensors", "gguf", "huggingface_hub", "tokenizers"},
+    "export": {
+        "numpy", "onnx", "onnxruntime", "ml_dtypes", "safetensors", "gguf", "huggingface_hub", "tokenizers", "rich",
+    },
     "train": {"numpy", "safetensors", "tokenizers", "onnxruntime", "click"} | TORCH,
     "runtime": {"numpy", "onnxruntime", "tokenizers", "jinja2", "click", "rich"},
     "cli.py": {"click", "rich"},
     "__main__.py": set(),
     "__init__.py": set(),
-}
+}  # fmt: skip
 # Outside train/, PyTorch and what stands on it enter through these files alone, when they are used.
 TORCH_FILES = {"export/torch_check.py", "export/optimum.py"}
 

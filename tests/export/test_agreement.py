@@ -143,9 +143,11 @@ def test_several_drafts_on_one_run_of_the_target(tmp_path):
     texts = [Text((1,), (2, 3, 4)), Text((5, 6), (7,))]
     told = []
     logits = TargetLogits.record(target, texts, tmp_path, lambda *done: told.append(done))
+    assert logits.tokens == 4
     assert target.passes == 2 and told == [(0, 2), (1, 2), (2, 2)]
     for seed in (1, 2):
         draft = fuzzy(9, seed)
+        assert logits.nll == pytest.approx(logits.measure(FakeTarget(draft, 9)).target_nll, rel=1e-6)
         assert logits.measure(FakeTarget(draft, 9)) == measure(FakeTarget(fuzzy(9, 1), 9), FakeTarget(draft, 9), texts)
     assert target.passes == 2
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [4 * 9 * 4]
