@@ -69,6 +69,7 @@ class Decoder:
         self._session = open_session(path, device=device, threads=threads)
         _check_interface(self._session, spec, path)
         self._cache = Cache(spec if host is None else host.spec, rows, None if host is None else host.pool)
+        self._slots = spec.cache_layers if host is not None and spec.cache_layers else tuple(range(spec.layers))
         self._bindings: dict[tuple[int, int], _Binding] = {}
         self._last: _Binding | None = None
         self._nodes = 0
@@ -168,7 +169,7 @@ class Decoder:
     def _binding(self, width: int, logit_rows: int) -> _Binding:
         key = (width, logit_rows)
         if key not in self._bindings:
-            binding = _Binding(self._session, self.spec, self._cache, width, logit_rows)
+            binding = _Binding(self._session, self.spec, self._cache, self._slots, width, logit_rows)
             if width not in _WIDTHS:
                 return binding
             self._bindings[key] = binding
@@ -206,7 +207,13 @@ class _Binding:
     """Buffers and IOBinding of one width; refilled in place, so a pass binds nothing."""
 
     def __init__(
-        self, session: ort.InferenceSession, spec: GraphSpec, cache: Cache, width: int, logit_rows: int
+        self,
+        session: ort.InferenceSession,
+        spec: GraphSpec,
+        cache: Cache,
+        slots: Sequence[int],
+        width: int,
+        logit_rows: int,
     ) -> None:
         capacity = cache.capacity
         self._session = session
@@ -225,7 +232,7 @@ class _Binding:
             self._bind(self._io.bind_input, name, array)
         self._bind(self._io.bind_output, GraphNames.LOGITS, self.logits)
         self._bind(self._io.bind_output, GraphNames.HIDDEN, self.hidden)
-        self._bind_cache(spec, cache)
+        self._bind_cache(slots, cache)
         self._ids = self._inputs[GraphNames.INPUT_IDS][0]
         self._positions = self._inputs[GraphNames.POSITION_IDS][0]
         self._bias = self._inputs[GraphNames.ATTENTION_BIAS][0, 0]
@@ -267,8 +274,9 @@ class _Binding:
     def run(self) -> None:
         self._session.run_with_iobinding(self._io)
 
-    def _bind_cache(self, spec: GraphSpec, cache: Cache) -> None:
-        for layer, slot in enumerate(spec.cache_layers or range(spec.layers)):
+    def _bind_cache(self, slots: Sequence[int], cache: Cache) -> None:
+        """Layer l of the graph works in layer slots[l] of the cache."""
+        for layer, slot in enumerate(slots):
             for offset, kind in enumerate(("key", "value")):
                 tensor = cache.pool[2 * slot + offset]
                 self._bind(self._io.bind_input, GraphNames.past(layer, kind), tensor)
