@@ -222,13 +222,13 @@ def _pooled(sums: Sequence[_Sums], lengths: Sequence[int]) -> Agreement:
 
 def _agreement(sums: Sequence[_Sums], lengths: Sequence[int], texts: tuple[Agreement, ...] = ()) -> Agreement:
     tokens = sum(len(one.agrees) for one in sums)
-    means = sum((one.values for one in sums), np.zeros(5)) / tokens
+    overlap, kl, error, nll, target_nll = (float(value) for value in np.sum([one.values for one in sums], 0) / tokens)
     tau: dict[int, float | None] = {}
     for length in lengths:
         committed, passes = np.sum([walk(one.agrees, length) for one in sums], axis=0)
         tau[length] = float(committed / passes) if passes else None
     alpha = sum(sum(one.agrees) for one in sums) / tokens
-    return Agreement(tokens, alpha, *map(float, means), tau, texts)
+    return Agreement(tokens, alpha, overlap, kl, error, nll, target_nll, tau, texts)
 
 
 def _answer_logits(model: Target, text: Text, who: str) -> Iterator[Floats]:
@@ -256,7 +256,7 @@ def _check(model: Target, texts: Sequence[Text]) -> None:
 
 
 def _log_softmax(logits: Floats) -> Floats:
-    shifted = logits - logits.max(1, keepdims=True)
+    shifted: Floats = logits - logits.max(1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(1, keepdims=True, dtype=np.float64)).astype(np.float32)
     return shifted
 
