@@ -112,7 +112,7 @@ class Decoder:
             raise ValueError(f"{start} rows and {width} more do not fit apart into a cache of {self.capacity}")
         if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self.spec.vocab_size}")
-        binding = _Binding(self._session, self.spec, self._cache, width, len(wanted))
+        binding = _Binding(self._session, self.spec, self._cache, self._slots, width, len(wanted))
         binding.fill_apart(tokens, positions, sees, wanted)
         binding.run()
         self._cache.append(width)
