@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.decoder import write_decoder
 from specedge.export.memory import release_memory
+from specedge.models import Dimensions, find_family, read_dimensions
 from specedge.quant.formats import HEAD
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import GraphNames as Names
@@ -37,12 +38,6 @@ Matrix = NDArray[np.float32]
 CHUNK = 256
 """Most rows of a pass."""
 
-_MODULES = (
-    ("self_attn.qkv_proj",),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
 _TAPPED = ".taps.onnx"
 
 
@@ -68,11 +63,13 @@ class Reference:
     Attributes:
         folder: Where the graph and its weights are; it must be writable.
         spec: The graph; its `file` is relative to `folder`.
+        sites: Where its linear layers are given their inputs.
         threads: To compute with; None: all.
     """
 
     folder: Path
     spec: GraphSpec
+    sites: tuple[Site, ...]
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,10 +89,9 @@ class Reference:
     @contextmanager
     def taps(self, capacity: int) -> Iterator[Taps]:
         """The graph with taps, for texts of fewer than `capacity` tokens; freed at the end."""
-        sites = sites_of(self.spec, self._widths())
         path = self.folder / self.spec.file
         tapped = path.with_name(f".{path.stem}{_TAPPED}")
-        model, outputs = _tapped(path, sites)
+        model, outputs = _tapped(path, self.sites)
         try:
             tapped.write_bytes(model.SerializeToString())
             taps = Taps(open_session(tapped, threads=self.threads), self.spec, outputs, capacity)
@@ -108,16 +104,6 @@ class Reference:
         finally:
             taps.close()
             release_memory()
-
-    def _widths(self) -> Mapping[str, int]:
-        """Inputs of each linear layer, by the shape of its weight, [in, out]."""
-        model = _load(self.folder / self.spec.file)
-        ending = ".weight"
-        return {
-            tensor.name.removesuffix(ending): tensor.dims[0]
-            for tensor in model.graph.initializer
-            if tensor.name.endswith(f"_proj{ending}")
-        }
 
 
 @contextmanager
@@ -142,30 +128,30 @@ def reference(
     Raises:
         SpecEdgeError: As `write_decoder`.
     """
+    sites = sites_of(read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config))
     if written is not None and written[1].precision == "fp32" and written[1].capacity >= capacity:
-        yield Reference(*written, threads)
+        yield Reference(*written, sites, threads)
         return
     with TemporaryDirectory(prefix="specedge-") as name:
         folder = Path(name)
         spec = write_decoder(
             checkpoint, folder, stem="target", precision="fp32", capacity=capacity, on_tensor=on_tensor
         )
-        yield Reference(folder, spec, threads)
+        yield Reference(folder, spec, sites, threads)
 
 
-def sites_of(spec: GraphSpec, widths: Mapping[str, int]) -> tuple[Site, ...]:
-    """The sites of a model, in the order of computation.
-
-    Args:
-        spec: Its graph.
-        widths: Inputs of each linear layer.
-    """
+def sites_of(sizes: Dimensions) -> tuple[Site, ...]:
+    """The sites of a model, in the order of computation."""
     found = []
-    for layer in range(spec.layers):
-        for modules in _MODULES:
-            names = tuple(f"model.layers.{layer}.{module}" for module in modules)
-            found.append(Site(names, layer, widths[names[0]]))
-    return (*found, Site((HEAD,), spec.layers, spec.hidden_size))
+    for layer in range(sizes.layers):
+        for modules, width in (
+            (("self_attn.qkv_proj",), sizes.hidden_size),
+            (("self_attn.o_proj",), sizes.q_size),
+            (("mlp.gate_proj", "mlp.up_proj"), sizes.hidden_size),
+            (("mlp.down_proj",), sizes.mlp_size),
+        ):
+            found.append(Site(tuple(f"model.layers.{layer}.{module}" for module in modules), layer, width))
+    return (*found, Site((HEAD,), sizes.layers, sizes.hidden_size))
 
 
 class Taps:

@@ -82,5 +82,5 @@ def test_an_fp32_target_is_used_as_it_stands(tmp_path):
 
 def test_a_rounded_graph_has_no_taps(tmp_path):
     spec = write_decoder(memory_checkpoint(), tmp_path, stem="target", precision="int4", capacity=64)
-    with pytest.raises(ValueError, match="int4"), Reference(tmp_path, spec, 1).taps(64):
+    with pytest.raises(ValueError, match="int4"), Reference(tmp_path, spec, ()).taps(64):
         pass
