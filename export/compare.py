@@ -280,7 +280,7 @@ def _exported(model: str, folder: Path, precision: str | None, options: CompareO
     return open_bundle(folder)
 
 
-def _fitting(bundle: Bundle, prompts: Sequence[Prompt], max_tokens: int) -> list[tuple[Prompt, Sequence[int]]]:
+def _fitting(bundle: Bundle, prompts: Sequence[Prompt], max_tokens: int) -> list[tuple[Prompt, list[int]]]:
     """The prompts that leave room for a whole answer, with their token ids."""
     tokenizer, room = Tokenizer.load(bundle), bundle.manifest.target.capacity - _SPARE_ROWS - max_tokens
     asked = [(prompt, tokenizer.chat_prompt([{"role": "user", "content": prompt.text}])) for prompt in prompts]

@@ -56,9 +56,10 @@ class CompareOptions:
         for name in ("count", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}: give 1 or more")
-        for recipe in self.recipes:
-            if recipe.form.grid is None:
-                raise UsageError(f"format {recipe.name!r} rounds nothing, so there is nothing to compare; leave it out")
+        for form in self.formats:
+            if parse_recipe(form).form.grid is None:
+                raise UsageError(f"format {form!r} rounds nothing, so there is nothing to compare; leave it out")
+        _ = self.recipes  # each is known
 
     def choose(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts to measure on.
