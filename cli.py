@@ -84,11 +84,23 @@ def main() -> None:
 @main.command()
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
-@click.option("--precision", help="fp32, fp16, int8 or int4. [default: fp32 on a CPU, fp16 on CUDA]")
+@click.option(
+    "--precision", help="A recipe: fp32, fp16, int8, int4:b32:sym+gptq … [default: fp32 on a CPU, fp16 on CUDA]"
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or tensorrt.")
 @click.option(
-    "--draft", "drafts", multiple=True, help="self-int4, self-int8 or none; may be repeated.  [default: by device]"
+    "--draft",
+    "drafts",
+    multiple=True,
+    help="self-RECIPE, layers-N[:RECIPE], MODEL[:RECIPE] or none; may be repeated.  [default: by device]",
 )
+@click.option(
+    "--compensate",
+    help="For recipes without: none, bias, scale, gptq, lowrank[:RANK], distill or auto, with + between.",
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="Folder to keep what calibration measures in.")
+@click.option("--calibration-prompts", type=click.Path(path_type=Path), help="[default: what the target writes]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of calibration and distillation.")
 @click.option("--capacity", type=int, help="Most tokens of prompt and reply together.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Check what the bundle computes.")
 @click.option("--revision", help="Revision of a hub model.")
@@ -97,9 +109,12 @@ def main() -> None:
 def export(model: str, output: Path, **chosen: Any) -> None:
     """Turn MODEL into a bundle: a folder, a hub id, a GGUF file or a built-in name."""
     from specedge.runtime.progress import Phases
+    from specedge.runtime.prompts import read_prompts
     from specedge.runtime.show import export_summary, show
 
     chosen["drafts"] = chosen["drafts"] or None
+    if chosen["calibration_prompts"] is not None:
+        chosen["calibration_prompts"] = tuple(read_prompts(chosen["calibration_prompts"], labelled=False))
     with Phases() as phases:
         manifest = _exporting(lambda pipeline: pipeline.export(model, output, pipeline.ExportOptions(**chosen), phases))
     show(export_summary(manifest), sys.stderr)

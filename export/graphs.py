@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specedge.export.checkpoint import Checkpoint
+from specedge.export.drafts import DraftPlan
+from specedge.export.gguf_blocks import rounded_tensors
 from specedge.export.interop import STANDARD_GRAPH
 from specedge.export.memory import Estimate, count_parameters, estimate
-from specedge.export.options import DRAFTS, ExportOptions, Progress
-from specedge.quant.formats import find_format
+from specedge.export.options import ExportOptions, Progress
+from specedge.models import find_family, read_dimensions
+from specedge.quant.recipe import Recipe, parse_recipe
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.errors import UnsupportedModelError, UsageError
 from specedge.runtime.graph import cache_shape
@@ -48,19 +51,20 @@ class Plan:
 
     Attributes:
         family: Which builder writes it; None: Optimum.
-        precision: Of the target.
-        drafts: Names of the drafts.
+        target: How the target is stored.
+        drafts: The drafts.
         capacity: Rows of the caches.
         estimate: Disk and memory it takes.
+        options: What was asked for.
     """
 
     checkpoint: Checkpoint
-    device: str
     family: str | None
-    precision: str
-    drafts: tuple[str, ...]
+    target: Recipe
+    drafts: tuple[DraftPlan, ...]
     capacity: int
     estimate: Estimate
+    options: ExportOptions
 
     def write(self, folder: Path, report: Progress) -> Graphs:
         """Writes the graphs into the folder of the bundle."""
@@ -71,21 +75,20 @@ class Plan:
             target = write_through_optimum(self.checkpoint, folder, capacity=self.capacity)
             report("write target", 1, 1)
             return Graphs("optimum", target, {})
-        target = self._decoder(
-            folder, "onnx", "target", self.precision, _counter(report, "write target", self.estimate.target)
-        )
+        written = _counter(report, "write target", self.estimate.target)
+        target = self._decoder(folder, "onnx", "target", self.target, written)
         report("write target", target.weight_bytes, target.weight_bytes)
         drafted = _counter(report, "write drafts", self.estimate.drafts)
         drafts = {}
-        for name in self.drafts:
-            draft = self._decoder(folder, f"drafts/{name}", "draft", DRAFTS[name], drafted)
-            drafts[name] = replace(draft, shares_cache=cache_shape(draft) == cache_shape(target))
-        written = sum(draft.weight_bytes for draft in drafts.values())
-        report("write drafts", written, written)
+        for plan in self.drafts:
+            draft = self._decoder(folder, f"drafts/{plan.name}", "draft", plan.recipe, drafted)
+            drafts[plan.name] = replace(draft, shares_cache=cache_shape(draft) == cache_shape(target))
+        total = sum(draft.weight_bytes for draft in drafts.values())
+        report("write drafts", total, total)
         return Graphs(self.family, target, drafts)
 
     def _decoder(
-        self, folder: Path, where: str, stem: str, precision: str, on_tensor: Callable[[int], None]
+        self, folder: Path, where: str, stem: str, recipe: Recipe, on_tensor: Callable[[int], None]
     ) -> GraphSpec:
         from specedge.export.decoder import write_decoder
 
@@ -93,9 +96,9 @@ class Plan:
             self.checkpoint,
             folder / where,
             stem=stem,
-            precision=precision,
+            precision=recipe.name,
             capacity=self.capacity,
-            device=self.device,
+            device=self.options.device,
             standard=stem == "target",
             draft=stem == "draft",
             on_tensor=on_tensor,
@@ -112,38 +115,53 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
         torch: Whether PyTorch will be run to check.
 
     Raises:
-        UsageError: The model or its builder has no such precision, draft or capacity.
+        UsageError: The model or its builder has no such precision, draft, rank or capacity.
         CheckpointError: The checkpoint is broken.
     """
     family = _find_builder(checkpoint)
     capacity = _capacity(checkpoint, options.capacity)
-    precision, drafts = options.target_precision, options.draft_names
+    target, drafts = options.target, options.draft_plans
     if family is None:
         if options.precision not in (None, "fp32") or options.device != "cpu":
             raise UsageError(
-                f"precision {precision!r} on {options.device!r}: {_model_type(checkpoint)} has no builder and goes "
+                f"precision {target.name!r} on {options.device!r}: {_model_type(checkpoint)} has no builder and goes "
                 "through Optimum, which writes fp32 for the CPU; leave --precision and --device out"
             )
-        precision, drafts = "fp32", ()
-    elif options.drafts not in (None, ("none",)) and drafts != options.drafts:
-        _log.info("a draft in the target's own precision, %s, would save nothing and is left out", precision)
+        target, drafts = parse_recipe("fp32"), ()
+    elif options.drafts not in (None, ("none",)) and len(drafts) < len(set(options.drafts)):
+        _log.info("a draft in the target's own precision, %s, would save nothing and is left out", target.name)
+    if family is not None:
+        _check_recipes(checkpoint, [target, *(plan.recipe for plan in drafts if plan.kind != "model")])
     tied = "lm_head.weight" if checkpoint.config.get("tie_word_embeddings") else None
     parameters, largest = count_parameters(checkpoint.tensors, tied)
     estimated = estimate(
         parameters,
         largest,
-        find_format(precision, options.device),
-        [find_format(DRAFTS[name], options.device, draft=True) for name in drafts],
+        target.form,
+        [plan.recipe.form for plan in drafts],
         check=options.verify,
         torch=torch and options.verify,
     )
-    return Plan(checkpoint, options.device, family, precision, drafts, capacity, estimated)
+    return Plan(checkpoint, family, target, drafts, capacity, estimated, options)
+
+
+def _check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
+    """Raises for what a recipe asks of a model that it does not have."""
+    sizes = read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config)
+    smallest = min(sizes.hidden_size, sizes.q_size, sizes.mlp_size, sizes.vocab_size)
+    for recipe in recipes:
+        if recipe.rank > smallest:
+            raise UsageError(
+                f"recipe {recipe.name!r}: rank {recipe.rank} is larger than the smallest matrix of {checkpoint.name}, "
+                f"which has {smallest} inputs or outputs; give a smaller rank"
+            )
+        if recipe.form.name == "gguf":
+            rounded_tensors(checkpoint.tensors, checkpoint.name)
 
 
 def _find_builder(checkpoint: Checkpoint) -> str | None:
     """Name of the family whose builder computes this model; None where there is none."""
     from specedge.export.rope import inverse_frequencies
-    from specedge.models import find_family, read_dimensions
 
     try:
         family = find_family(checkpoint.config.get("model_type"))

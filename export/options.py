@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from specedge.quant.formats import default_precision, find_format
+from specedge.export.drafts import DraftPlan, parse_draft
+from specedge.quant.formats import default_precision
+from specedge.quant.recipe import Method, Recipe, parse_methods, parse_recipe
 from specedge.runtime.errors import UsageError
+from specedge.runtime.prompts import Prompt
 
-__all__ = ["DRAFTS", "PHASES", "ExportOptions", "Progress"]
+__all__ = ["PHASES", "ExportOptions", "Progress"]
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, and how much of it is done of how much in all (bytes, or steps where nothing is written)."""
 
 PHASES = (
     "resolve",
+    "calibrate",
     "write target",
     "write drafts",
     "interop files",
@@ -23,16 +28,15 @@ PHASES = (
     "finish",
 )
 
-DRAFTS: Mapping[str, str] = {"self-int4": "int4", "self-int8": "int8"}
-"""Precision of each draft; all are the target itself in fewer bits."""
-
 # Measured on a CPU: 8 bits run as fast as 4 (SmolLM2-135M), and agree without the help of a 4-bit
 # grid in the checkpoint. Not measured on a GPU, which should wait for memory, where 4 bits are half
 # of it. A copy of an INT8 or INT4 target would save nothing.
 _DEFAULT_DRAFTS: Mapping[str, tuple[str, ...]] = {"cpu": ("self-int8",), "cuda": ("self-int4",)}
+
 _WORTH_DRAFTING = ("fp32", "fp16")
 
 _SMALLEST_CAPACITY = 64
+_LARGEST_SEED = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,15 @@ class ExportOptions:
     """What to export.
 
     Attributes:
-        precision: "fp32", "fp16", "int8" or "int4"; None: fp32 on a CPU, fp16 on CUDA.
+        precision: A recipe, as `parse_recipe` reads it; None: fp32 on a CPU, fp16 on CUDA.
         device: "cpu" or "cuda".
-        drafts: Draft models to put in: "self-int4", "self-int8"; ("none",) for none. None takes the
+        drafts: Draft models to put in, as `parse_draft` reads them; ("none",) for none. None takes the
             device's default draft where the target is fp32 or fp16, else none.
+        compensate: What compensates the rounding of the drafts, and of the target, whose recipes
+            name no method; None: nothing does.
+        calibration: A folder to keep what calibration measures in, or that holds it; None: it is not kept.
+        calibration_prompts: What to calibrate on; None: what the target writes by itself.
+        seed: Of the text that the target writes, and of distillation.
         capacity: Rows of the cache; None: the model's own context up to 4096, since a cache is
             allocated whole, and most models' full context would take more memory than their weights.
         verify: Check the graphs against themselves and, where it is installed, PyTorch.
@@ -55,6 +64,10 @@ class ExportOptions:
     precision: str | None = None
     device: str = "cpu"
     drafts: tuple[str, ...] | None = None
+    compensate: str | None = None
+    calibration: Path | None = None
+    calibration_prompts: tuple[Prompt, ...] | None = None
+    seed: int = 0
     capacity: int | None = None
     verify: bool = True
     revision: str | None = None
@@ -62,25 +75,44 @@ class ExportOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
-        find_format(self.target_precision, self.device)
-        choices = (*DRAFTS, "none")
-        for name in self.drafts or ():
-            if name not in choices:
-                raise UsageError(f"draft is {name!r}: choose one of {', '.join(choices)}")
+        for recipe in (self.target, *(plan.recipe for plan in self.draft_plans)):
+            if recipe.form.emulated:
+                raise UsageError(
+                    f"precision {recipe.form.name!r} has no operator on any device; "
+                    "it is there for compare-compensation alone, so choose int4"
+                )
         if self.drafts is not None and "none" in self.drafts and len(set(self.drafts)) > 1:
             raise UsageError("draft none excludes other drafts: leave one out")
         capacity = self.capacity
         if capacity is not None and (isinstance(capacity, bool) or not _SMALLEST_CAPACITY <= capacity < 1 << 31):
             raise UsageError(f"capacity is {capacity!r}: give a number from {_SMALLEST_CAPACITY} up")
+        if isinstance(self.seed, bool) or not 0 <= self.seed < _LARGEST_SEED:
+            raise UsageError(f"seed is {self.seed!r}: give a whole number from 0 up")
 
     @property
-    def target_precision(self) -> str:
-        return self.precision if self.precision is not None else default_precision(self.device)
+    def methods(self) -> tuple[Method, ...]:
+        """What compensates where a recipe does not say."""
+        return () if self.compensate is None else parse_methods(self.compensate)
 
     @property
-    def draft_names(self) -> tuple[str, ...]:
-        """Drafts to write, each once; one in the target's own precision would save nothing."""
-        if self.drafts is None:
-            return _DEFAULT_DRAFTS[self.device] if self.target_precision in _WORTH_DRAFTING else ()
-        names = dict.fromkeys(name for name in self.drafts if name != "none")
-        return tuple(name for name in names if DRAFTS[name] != self.target_precision)
+    def target(self) -> Recipe:
+        """How the target is stored."""
+        precision = self.precision if self.precision is not None else default_precision(self.device)
+        return parse_recipe(precision, self.device, default_methods=self.methods)
+
+    @property
+    def draft_plans(self) -> tuple[DraftPlan, ...]:
+        """Drafts to write, each once; one in the target's own recipe would save nothing."""
+        drafts = self.drafts
+        if drafts is None:
+            drafts = _DEFAULT_DRAFTS[self.device] if self.target.form.name in _WORTH_DRAFTING else ()
+        plans: dict[str, DraftPlan] = {}
+        for text in dict.fromkeys(drafts):
+            if text == "none":
+                continue
+            plan = parse_draft(text, self.device, self.methods)
+            if plan.name in plans:
+                raise UsageError(f"drafts {plans[plan.name].text!r} and {text!r} would have one name; leave one out")
+            if plan.kind != "self" or plan.recipe.name != self.target.name:
+                plans[plan.name] = plan
+        return tuple(plans.values())

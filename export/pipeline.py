@@ -13,12 +13,12 @@ from specedge.export.checkpoint import Checkpoint
 from specedge.export.graphs import Graphs, make_plan
 from specedge.export.interop import generation_config, token_ids, write_interop
 from specedge.export.memory import release_memory
-from specedge.export.options import DRAFTS, PHASES, ExportOptions, Progress
+from specedge.export.options import PHASES, ExportOptions, Progress
 from specedge.export.writer import check_name, check_space, staged
 from specedge.runtime.bundle import FileEntry, Manifest, hash_file, open_bundle, write_manifest
 from specedge.runtime.errors import SpecEdgeError, StorageError
 
-__all__ = ["DRAFTS", "PHASES", "ExportOptions", "Progress", "bundle_for", "export"]
+__all__ = ["PHASES", "ExportOptions", "Progress", "bundle_for", "export"]
 
 _DEFAULTS = ExportOptions()
 _log = logging.getLogger("specedge.export")

@@ -29,6 +29,7 @@ __all__ = [
     "Product",
     "block_parameters",
     "in_blocks",
+    "in_columns",
     "store_product",
 ]
 
@@ -62,7 +63,7 @@ def store_product(weights: WeightFile, name: str, layer: Layer, dtype: str, *, e
     grid = weight.grid
     if grid.kind == "float8":
         return Float8Product(weights, name, weight)
-    if not grid.group and grid.bits == 8 and grid.kind == "integer":
+    if in_columns(weight):
         return ColumnProduct(weights, name, weight, layer.step)
     if not in_blocks(weight):
         return DenseProduct(weights, name, dequantise(weight), dtype)
@@ -74,6 +75,12 @@ def store_product(weights: WeightFile, name: str, layer: Layer, dtype: str, *, e
 def in_blocks(weight: Rounded) -> bool:
     """Whether MatMulNBits multiplies it."""
     return weight.grid.bits in (4, 8) and weight.grid.group >= 16 and weight.grid.kind != "float8"
+
+
+def in_columns(weight: Rounded) -> bool:
+    """Whether a product of integers multiplies it: whole rows around zero."""
+    grid, group = weight.grid, weight.group
+    return grid.kind == "integer" and grid.bits == 8 and not grid.group and group.zero is None and group.shift is None
 
 
 class DenseProduct:

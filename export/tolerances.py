@@ -45,7 +45,12 @@ TOLERANCES: dict[str, Tolerance] = {
     "fp32": Tolerance(graph=Bound(2e-3, 1e-4), pytorch=Bound(2e-3, 1e-4)),
     "fp16": Tolerance(graph=Bound(0.25, 0.01), pytorch=Bound(0.4, 0.01)),
     "int8": Tolerance(graph=Bound(None, 0.25), pytorch=Bound(None, 0.25)),
+    "int8-static": Tolerance(graph=Bound(None, 0.25), pytorch=Bound(None, 1.0)),
+    "int8-block": Tolerance(graph=Bound(None, 0.25), pytorch=Bound(None, 0.25)),
     "int4": Tolerance(graph=Bound(None, 0.25), pytorch=Bound(None, 2.0)),
+    "fp8-e4m3": Tolerance(graph=Bound(2e-3, 1e-4), pytorch=Bound(None, 0.25)),
+    "fp8-e5m2": Tolerance(graph=Bound(2e-3, 1e-4), pytorch=Bound(None, 1.0)),
+    "gguf": Tolerance(graph=Bound(None, 0.25), pytorch=Bound(None, 0.25)),
 }
 """By precision. Measured on SmolLM2-135M, largest: fp32 8e-5 and 8e-5; fp16 0.10 and 0.16; mean KL of int8
 0.03 and 0.06, of int4 0.01 and 0.5."""

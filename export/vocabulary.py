@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specedge.export.linear import add_corrections, store_corrections
 from specedge.export.nodes import MICROSOFT, GraphBuilder
-from specedge.export.products import BlockProduct, ColumnProduct, block_parameters, in_blocks
+from specedge.export.products import BlockProduct, ColumnProduct, block_parameters, in_blocks, in_columns
 from specedge.export.weights import WeightFile
 from specedge.quant.formats import EMBEDDING, HEAD
 from specedge.quant.grid import Rounded, dequantise
@@ -63,7 +63,7 @@ def _store_table(weights: WeightFile, name: str, layer: Layer, dtype: str) -> Ta
         return _DenseTable(weights, name, weight, dtype)
     if weight.grid.kind == "float8":
         return _Float8Table(weights, name, weight)
-    if not weight.grid.group and weight.grid.bits == 8:
+    if in_columns(weight):
         return _ColumnTable(weights, name, weight, layer.step)
     if not in_blocks(weight):
         return _DenseTable(weights, name, dequantise(weight), dtype)

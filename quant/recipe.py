@@ -52,7 +52,7 @@ class Recipe:
     """How a model is stored.
 
     Attributes:
-        name: The text it was read from.
+        name: Format, options and methods as text: "int4:b64:sym+gptq".
         form: Its number format, options applied.
         methods: What compensates the rounding; (): nothing.
     """
@@ -90,14 +90,12 @@ def parse_recipe(
     name, *options = stored.split(":")
     form = _with_options(find_format(name, device, draft=draft), options, text)
     rounded = form.grid is not None
-    if not plus:
-        return Recipe(text, form, default_methods if rounded else ())
-    chosen = parse_methods(methods)
+    chosen = parse_methods(methods) if plus else default_methods if rounded else ()
     if chosen and not rounded:
         raise UsageError(
             f"recipe {text!r}: {name} rounds no weight, so there is nothing to compensate; leave +{methods} out"
         )
-    return Recipe(text, form, chosen)
+    return Recipe("+".join([stored, *map(str, chosen)]), form, chosen)
 
 
 def parse_methods(text: str) -> tuple[Method, ...]:

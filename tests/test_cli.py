@@ -21,7 +21,7 @@ from specedge.runtime.bundle import open_bundle
 from specedge.runtime.errors import BundleError, UsageError
 from specedge.tests.runtime.fake_chat import FakeChat
 
-COMMANDS = ("export", "chat", "bench", "inspect")
+COMMANDS = ("export", "chat", "bench", "compare-compensation", "inspect")
 HEAVY = {"onnx", "onnxruntime", "torch", "transformers", "tokenizers", "numpy", "jinja2", "rich", "gguf", "safetensors"}
 
 
@@ -264,6 +264,7 @@ def test_export(exported, tmp_path):
     assert vars(options) == {
         "precision": "int8", "device": "cpu", "drafts": ("self-int4", "self-int8"), "capacity": 512, "verify": False,
         "revision": "abc", "offline": True, "force": True,
+        "compensate": None, "calibration": None, "calibration_prompts": None, "seed": 0,
     }  # fmt: skip
     assert "write target" in done.stderr and "at work" in done.stderr and "check self" in done.stderr
     assert f"specedge chat '{tmp_path / 'out folder'}'" in done.stderr
@@ -276,8 +277,14 @@ def test_export_by_default(exported, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [("--precision", "fp3"), ("--device", "abacus"), ("--draft", "other"), ("--capacity", "1")]
-)
+    "more",
+    [
+        ("--precision", "fp3"), ("--precision", "int3"), ("--device", "abacus"), ("--draft", "self-int5"),
+        ("--draft", "int4"), ("--draft", "layers-0"), ("--draft", "self-int4:b65"), ("--capacity", "1"),
+        ("--compensate", "magic"), ("--seed", "-1"), ("--calibration-prompts", "no-such-file"),
+        ("--device", "cuda", "--draft", "self-fp8"),
+    ],
+)  # fmt: skip
 def test_bad_export_options(exported, tmp_path, more):
     done = run("export", "m", "-o", tmp_path / "out", *more)
     assert done.exit_code == 2 and done.stderr.startswith("Error: ") and not exported

@@ -52,6 +52,9 @@ def test_methods():
 def test_methods_that_are_the_default():
     default = parse_methods("gptq")
     assert parse_recipe("int4", default_methods=default).methods == default
+    assert parse_recipe("int4", default_methods=default).name == "int4+gptq"
+    assert parse_recipe("int4+none").name == "int4"
+    assert parse_recipe("int4:sym+distill+lowrank:8").name == "int4:sym+distil+lowrank:8"
     assert parse_recipe("int4+none", default_methods=default).methods == ()
     assert parse_recipe("int4+bias", default_methods=default).methods == (Method("bias"),)
     assert parse_recipe("fp16", default_methods=default).methods == ()
