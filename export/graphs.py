@@ -10,7 +10,7 @@ from typing import Any
 
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.drafts import DraftPlan
-from specedge.export.gguf_blocks import rounded_tensors
+from specedge.export.gguf_blocks import kept_bytes, rounded_tensors
 from specedge.export.interop import STANDARD_GRAPH
 from specedge.export.memory import Estimate, count_parameters, estimate
 from specedge.export.options import ExportOptions, Progress
@@ -130,8 +130,10 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
         target, drafts = parse_recipe("fp32"), ()
     elif options.drafts not in (None, ("none",)) and len(drafts) < len(set(options.drafts)):
         _log.info("a draft in the target's own precision, %s, would save nothing and is left out", target.name)
+    own = [target, *(plan.recipe for plan in drafts if plan.kind != "model")]
     if family is not None:
-        _check_recipes(checkpoint, [target, *(plan.recipe for plan in drafts if plan.kind != "model")])
+        _check_recipes(checkpoint, own)
+    keeps = any(recipe.form.name == "gguf" for recipe in own)
     tied = "lm_head.weight" if checkpoint.config.get("tie_word_embeddings") else None
     parameters, largest = count_parameters(checkpoint.tensors, tied)
     estimated = estimate(
@@ -141,6 +143,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
         [plan.recipe.form for plan in drafts],
         check=options.verify,
         torch=torch and options.verify,
+        kept=kept_bytes(rounded_tensors(checkpoint.tensors, checkpoint.name), tied) if keeps else None,
     )
     return Plan(checkpoint, family, target, drafts, capacity, estimated, options)
 

@@ -71,7 +71,14 @@ def _bytes_each(grid: Grid | None, form: Format) -> float:
 
 
 def estimate(
-    parameters: int, largest: int, target: Format, drafts: list[Format], *, check: bool, torch: bool
+    parameters: int,
+    largest: int,
+    target: Format,
+    drafts: list[Format],
+    *,
+    check: bool,
+    torch: bool,
+    kept: int | None = None,
 ) -> Estimate:
     """Estimates disk and peak memory.
 
@@ -84,9 +91,14 @@ def estimate(
         target, drafts: Number formats.
         check: Whether the graphs will be run.
         torch: Whether PyTorch will be run.
+        kept: Bytes of the weights as the checkpoint's file has them, where "gguf" keeps them.
     """
-    stored = stored_bytes(parameters, largest, target)
-    drafted = [stored_bytes(parameters, largest, form) for form in drafts]
+
+    def size(form: Format) -> int:
+        return kept if form.name == "gguf" and kept is not None else stored_bytes(parameters, largest, form)
+
+    stored = size(target)
+    drafted = [size(form) for form in drafts]
     peaks = [_BASE + 3 * 4 * largest]
     if check:
         peaks.append(_BASE + 2 * max([stored, *drafted]))
