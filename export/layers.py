@@ -25,6 +25,8 @@ COSINES = "cos_cache"
 SINES = "sin_cache"
 _FINAL_NORM = "model.norm.weight"
 
+Matrix = NDArray[np.float32]
+
 Attention = Callable[[int, str], str]
 """Adds the attention of one layer: (layer, packed q, k and v) -> the heads' outputs, [B, S, heads * head_dim]."""
 
@@ -71,9 +73,23 @@ class Decoder:
         weights.add(_FINAL_NORM, tensors[names.final_norm].astype(dtype))
 
     def _store_layer(self, source: _Layer, layer: int, weights: WeightFile, quantise: Quantiser) -> None:
-        names, sizes = self.family, self.dimensions
+        names = self.family
         weights.add(_attention_norm(layer), source.tensor(names.attention_norm).astype(self.form.dtype))
         weights.add(_mlp_norm(layer), source.tensor(names.mlp_norm).astype(self.form.dtype))
+        for module, weight, bias in self._linear_layers(source):
+            self.linears.store(weights, module, quantise(module, weight, bias))
+
+    def linear_layers(self, tensors: Tensors) -> Iterator[tuple[str, Matrix, Matrix | None]]:
+        """Name, weight and bias of every linear layer, as `store` gives them to a quantiser."""
+        names, sizes = self.family, self.dimensions
+        yield EMBEDDING, tensors[names.embedding], None
+        if not sizes.tied:
+            yield HEAD, tensors[names.head], None
+        for layer in range(sizes.layers):
+            yield from self._linear_layers(_Layer(names, tensors, layer))
+
+    def _linear_layers(self, source: _Layer) -> Iterator[tuple[str, Matrix, Matrix | None]]:
+        names, sizes = self.family, self.dimensions
         # One product for q, k and v reads the rows once, and GroupQueryAttention takes them packed.
         qkv = (names.q, names.k, names.v)
         for name, modules, bias in (
@@ -84,8 +100,7 @@ class Decoder:
             ("mlp.down_proj", (names.down,), sizes.mlp_bias),
         ):
             joined = source.joined(modules, "bias") if bias else None
-            module = _module(layer, name)
-            self.linears.store(weights, module, quantise(module, source.joined(modules, "weight"), joined))
+            yield _module(source.layer, name), source.joined(modules, "weight"), joined
 
     def run(self, graph: GraphBuilder, ids: str, attention: Attention, hidden: str | None = None) -> str:
         """Adds all layers.

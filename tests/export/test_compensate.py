@@ -1,0 +1,121 @@
+"""What recipes make of a model, from its own text to the graph: methods lower what rounding costs."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from specedge.export.compensate import compensated
+from specedge.export.decoder import write_decoder
+from specedge.export.layers import read_decoder
+from specedge.export.prepare import prepare_calibration
+from specedge.quant.formats import nearest
+from specedge.quant.grid import Rounded
+from specedge.quant.layer import effective_weight
+from specedge.quant.recipe import parse_recipe
+from specedge.runtime.contracts import Draft
+from specedge.runtime.graph import Decoder
+from specedge.tests.export.chats import chat_checkpoint
+from specedge.tests.reference import forward
+
+RECIPES = (
+    "int4:b64:sym+gptq",
+    "int4:b64:sym+scale",
+    "int4:b64:sym+bias",
+    "int4:b64:sym+lowrank:8",
+    "int4:b64:sym+scale+gptq+lowrank:8+bias",
+    "int4:b64:sym+auto",
+    "int8+scale+gptq",
+    "int8-static+scale",
+    "int8-static",
+)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request):
+    """A tiny model with a tokenizer, and its calibration on text that it wrote."""
+    checkpoint = chat_checkpoint(tie_word_embeddings=request.param, attention_bias=not request.param)
+    with prepare_calibration(checkpoint, capacity=128, tokens=2000, threads=1) as calibration:
+        yield checkpoint, calibration
+
+
+def drafted(checkpoint, folder, recipe, calibration, tokens):
+    """Logits of a written graph, teacher-forced."""
+    decoder = read_decoder(checkpoint, parse_recipe(recipe).form, 64)
+    tensors, quantise = compensated(decoder, checkpoint.tensors, parse_recipe(recipe), calibration)
+    spec = write_decoder(
+        checkpoint, folder, stem="draft", precision=recipe, capacity=64, quantise=quantise, tensors=tensors
+    )
+    graph = Decoder(folder / spec.file, spec, threads=1)
+    logits = graph.forward(tokens[:1], Draft.chain(tokens[1:])).logits.copy()
+    graph.close()
+    return logits
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_becomes_a_graph(model, tmp_path, recipe):
+    """Its logits stay near the checkpoint's: a scale that is not undone, or is undone twice, is far off."""
+    checkpoint, calibration = model
+    tokens = list(calibration.texts[0].tokens[:40])
+    reference, _ = forward(checkpoint, np.array(tokens))
+    found = drafted(checkpoint, tmp_path, recipe, calibration, tokens)
+    error = np.sqrt(np.square(found - reference).mean() / np.square(reference).mean())
+    assert error < (0.05 if recipe.startswith("int8") else 0.35)
+
+
+def test_each_layer_is_compensated_on_its_own_moments(model):
+    """The output error on the calibration's rows falls below nearest rounding's, layer by layer."""
+    checkpoint, calibration = model
+    recipe = parse_recipe("int4:b64:sym+gptq")
+    decoder = read_decoder(checkpoint, recipe.form, 64)
+    tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration)
+    assert tensors is checkpoint.tensors
+    plain = nearest(recipe.form, 2)
+    for name, weight, bias in decoder.linear_layers(tensors):
+        layer, other = quantise(name, weight, bias), plain(name, weight, bias)
+        assert isinstance(layer.weight, Rounded)
+        tied = name == "model.embed_tokens" and decoder.dimensions.tied
+        if name == "model.embed_tokens" and not tied:
+            assert np.array_equal(effective_weight(layer), effective_weight(other))
+            continue
+        second = calibration["lm_head" if tied else name].second
+        missed, before = (weight - effective_weight(each) for each in (layer, other))
+        assert np.trace(missed @ second @ missed.T) < np.trace(before @ second @ before.T)
+
+
+def test_static_steps_come_without_any_method(model):
+    checkpoint, calibration = model
+    recipe = parse_recipe("int8-static")
+    decoder = read_decoder(checkpoint, recipe.form, 64)
+    tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration)
+    name, weight, bias = next(layer for layer in decoder.linear_layers(tensors) if layer[0].endswith("down_proj"))
+    step = quantise(name, weight, bias).step
+    assert step is not None
+    assert 0 < step <= calibration[name].largest.max() / 127 * 1.01
+
+
+def test_distillation_is_given_the_texts_and_all_layers(model, monkeypatch):
+    checkpoint, calibration = model
+    recipe = parse_recipe("int4:b64:sym+scale+distil")
+    decoder = read_decoder(checkpoint, recipe.form, 64)
+    seen = {}
+
+    def distil(family, dimensions, form, tensors, layers, texts, **more):
+        seen.update(more, layers=layers, texts=texts, tensors=tensors)
+        return {"model.norm.weight": tensors["model.norm.weight"] + 1}, dict(layers)
+
+    monkeypatch.setitem(sys.modules, "specedge.export.distil", SimpleNamespace(distil=distil))
+    tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration, seed=3, steps=5)
+    names = [name for name, _, _ in decoder.linear_layers(checkpoint.tensors)]
+    assert list(seen["layers"]) == names
+    assert seen["texts"] == calibration.texts
+    assert seen["target"] is checkpoint.tensors
+    assert (seen["seed"], seen["steps"]) == (3, 5)
+    assert np.array_equal(tensors["model.norm.weight"], checkpoint.tensors["model.norm.weight"] + 1)
+    kept = "model.layers.0.input_layernorm.weight"
+    assert np.array_equal(tensors[kept], seen["tensors"][kept])
+    assert set(tensors) == set(checkpoint.tensors)
+    assert quantise(names[0], None, None) is seen["layers"][names[0]]
