@@ -46,7 +46,7 @@ def compensated(
     *,
     seed: int = 0,
     steps: int | None = None,
-    progress: Counter | None = None,
+    progress: Counter = lambda *_: None,
 ) -> tuple[Tensors, Quantiser]:
     """What to give to `Decoder.store`, so that a model is stored as a recipe says.
 
@@ -71,23 +71,22 @@ def compensated(
     quantise = _Compensating(decoder, folded, recipe, calibration)
     if not _has(recipe.methods, "distil"):
         return (tensors if folded is None else folded), quantise
-    from specedge.export.distil import distil
+    from specedge.export.distil import Settings, distil
 
     given: Tensors = tensors if folded is None else folded
-    layers = {name: quantise(name, weight, bias) for name, weight, bias in decoder.linear_layers(given)}
-    norms, layers = distil(
+    settings = Settings(seed=seed) if steps is None else Settings(seed=seed, steps=steps)
+    distilled = distil(
         decoder.family,
         decoder.dimensions,
         decoder.form,
         given,
-        layers,
+        {name: quantise(name, weight, bias) for name, weight, bias in decoder.linear_layers(given)},
         calibration.texts,
         target=tensors,
-        seed=seed,
-        **({} if steps is None else {"steps": steps}),
+        settings=settings,
         progress=progress,
     )
-    return _Replaced(given, norms), _Stored(layers)
+    return _Replaced(given, distilled.norms), _Stored(distilled.layers)
 
 
 class _Compensating:

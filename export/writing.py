@@ -228,7 +228,8 @@ class _Rows:
         """[rows, start + rows]: the prefix, and rows of the same sequence up to itself."""
         total = start + rows
         whose, owner = self._owner[start:total, None], self._owner[None, :total]
-        return ((owner == whose) | (owner == _ALL)) & np.tri(rows, total, start, dtype=np.bool_)
+        sees: NDArray[np.bool_] = ((owner == whose) | (owner == _ALL)) & np.tri(rows, total, start, dtype=np.bool_)
+        return sees
 
 
 def _side_by_side(rows: _Rows, sequences: Iterator[_Sequence], most: int, progress: Counter | None) -> list[_Sequence]:

@@ -117,7 +117,8 @@ class Decoder:
         binding.run()
         self._cache.append(width)
         self._nodes = 0
-        return binding.logits[0]
+        logits: Floats = binding.logits[0]
+        return logits
 
     def commit(self, path: Sequence[int]) -> None:
         if any(not 0 <= node < self._nodes for node in path):

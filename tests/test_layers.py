@@ -26,7 +26,6 @@ PROJECT = {
         "export", "models", "quant",
         "runtime.errors", "runtime.contracts", "runtime.bundle", "runtime.graph", "runtime.growing", "runtime.tree",
         "runtime.prompts", "runtime.providers", "runtime.text",
-        "runtime.prompts", "runtime.text",
     },
     "train": {"train", "models", "quant", "export", "runtime.errors", "runtime.contracts", "runtime.bundle"},
     "runtime": {"runtime"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,15 +104,15 @@ def test_distillation_is_given_the_texts_and_all_layers(model, monkeypatch):
 
     def distil(family, dimensions, form, tensors, layers, texts, **more):
         seen.update(more, layers=layers, texts=texts, tensors=tensors)
-        return {"model.norm.weight": tensors["model.norm.weight"] + 1}, dict(layers)
+        return SimpleNamespace(norms={"model.norm.weight": tensors["model.norm.weight"] + 1}, layers=layers)
 
-    monkeypatch.setitem(sys.modules, "specedge.export.distil", SimpleNamespace(distil=distil))
+    monkeypatch.setattr("specedge.export.distil.distil", distil)
     tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration, seed=3, steps=5)
     names = [name for name, _, _ in decoder.linear_layers(checkpoint.tensors)]
     assert list(seen["layers"]) == names
     assert seen["texts"] == calibration.texts
     assert seen["target"] is checkpoint.tensors
-    assert (seen["seed"], seen["steps"]) == (3, 5)
+    assert (seen["settings"].seed, seen["settings"].steps) == (3, 5)
     assert np.array_equal(tensors["model.norm.weight"], checkpoint.tensors["model.norm.weight"] + 1)
     kept = "model.layers.0.input_layernorm.weight"
     assert np.array_equal(tensors[kept], seen["tensors"][kept])
