@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +21,7 @@ from specedge.models import find_family, read_dimensions
 from specedge.quant.moments import Moments
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.errors import UsageError
+from specedge.runtime.graph import Decoder
 from specedge.runtime.prompts import Prompt
 
 __all__ = ["PreparedCalibration", "prepare_calibration"]
@@ -82,6 +85,23 @@ class PreparedCalibration:
             spec: The graph, its `file` relative to `folder`.
         """
         self._written = (folder, spec)
+
+    @contextmanager
+    def target(self) -> Iterator[Decoder]:
+        """The checkpoint in fp32, to compare with."""
+        rows = self._source.rows
+        with (
+            reference(self._checkpoint, rows, written=self._written, threads=self._threads) as model,
+            model.decoder(rows) as decoder,
+        ):
+            yield decoder
+
+    def held_out(self, target: Decoder, tokens: int) -> list[Text]:
+        """Texts that no moments were taken on: of the same kind, from another seed.
+
+        Prompts that were given may come again, with other answers.
+        """
+        return replace(self._source, seed=self._source.seed + 1, tokens=tokens).write(target)
 
     def close(self) -> None:
         """Removes the moments that are not kept."""
