@@ -18,15 +18,20 @@ from typing import Any, Protocol
 from specedge.export.agreement import TargetLogits
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.compare_options import CompareOptions
+from specedge.export.compensate import TextCalibration, compensated
 from specedge.export.decoder import write_decoder
+from specedge.export.graphs import check_recipes
+from specedge.export.layers import read_decoder
 from specedge.export.memory import count_parameters
 from specedge.export.options import ExportOptions, Progress
 from specedge.export.pass_times import PAST
 from specedge.export.pipeline import export
+from specedge.export.prepare import prepare_calibration
 from specedge.export.sources import resolve
 from specedge.export.trials import Clock, Trial, opened, run_trial
 from specedge.export.writer import check_space
 from specedge.export.writing import answer_prompts
+from specedge.models import find_family, read_dimensions
 from specedge.quant.recipe import Recipe
 from specedge.runtime.bundle import Bundle, FileEntry, GraphSpec, hash_file, open_bundle, write_manifest
 from specedge.runtime.errors import UnsupportedModelError, UsageError
@@ -39,6 +44,7 @@ __all__ = ["CompareOptions", "Timer", "compare"]
 _log = logging.getLogger("specedge.export")
 
 _BASELINE = "int4"
+_ROWS = 2048
 _SPARE_ROWS = 16  # for the widest pass that is timed
 
 
@@ -87,14 +93,29 @@ def compare(
     """
     chosen = options.choose(prompts)
     checkpoint = resolve(model, revision=options.revision, offline=options.offline, progress=progress)
-    with TemporaryDirectory(prefix="specedge-compare-") as name:
+    capacity = min(
+        read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config).positions, _ROWS
+    )
+    check_recipes(checkpoint, options.recipes)
+    with (
+        TemporaryDirectory(prefix="specedge-compare-") as name,
+        prepare_calibration(
+            checkpoint,
+            capacity=capacity,
+            prompts=options.calibration_prompts,
+            folder=options.calibration,
+            threads=options.threads,
+            progress=progress,
+        ) as calibration,
+    ):
         folder = Path(name)
         _check_room(checkpoint, folder, options)
-        plain = _exported(model, folder / _BASELINE, _BASELINE, options, progress)
-        bundle = _exported(model, folder / "bundle", options.precision, options, progress)
+        plain = _exported(model, folder / _BASELINE, _BASELINE, capacity, options, progress)
+        bundle = _exported(model, folder / "bundle", options.precision, capacity, options, progress)
+        calibration.use(bundle.folder, bundle.manifest.target)
         asked = _fitting(bundle, chosen, options.max_tokens)
         result = _header(bundle, chosen, asked, options)
-        with opened(*_graph(bundle), _rows(bundle, asked, options), options.threads) as target:
+        with opened(*_graph(bundle), _cache_rows(bundle, asked, options), options.threads) as target:
             logits, clock = _measured_target(bundle, target, [ids for _, ids in asked], options, progress)
             with opened(*_graph(plain), target.capacity, options.threads) as other:
                 plain_ms, plain_cost = clock.cost(other)
@@ -102,7 +123,8 @@ def compare(
             result["past"] = clock.past
             result["verify_ms"] = {str(length): round(ms, 3) for length, ms in clock.verify.items()}
             result["baseline"] = {"recipe": _BASELINE, "ms": round(plain_ms, 3), "cost": round(plain_cost, 4)}
-            best = _run_trials(checkpoint, bundle, logits, clock, options, result, progress, save)
+            write = partial(_write, checkpoint, calibration, capacity)
+            best = _run_trials(write, bundle, logits, clock, options, result, progress, save)
         if best:
             result["timed"] = _timed(bundle, plain, best, [prompt for prompt, _ in asked], options, timer, progress)
         result["complete"] = True
@@ -111,7 +133,7 @@ def compare(
 
 
 def _run_trials(
-    checkpoint: Checkpoint,
+    write: Callable[[Recipe, Path], GraphSpec],
     bundle: Bundle,
     logits: TargetLogits,
     clock: Clock,
@@ -126,7 +148,7 @@ def _run_trials(
     for number, recipe in enumerate(options.recipes):
         trial = run_trial(
             recipe.name,
-            partial(_write, checkpoint, recipe, bundle.manifest.target.capacity),
+            partial(write, recipe),
             bundle.folder / "drafts" / f"self-{recipe.name}",
             logits,
             clock,
@@ -145,9 +167,23 @@ def _run_trials(
     return best
 
 
-def _write(checkpoint: Checkpoint, recipe: Recipe, capacity: int, folder: Path) -> GraphSpec:
+def _write(
+    checkpoint: Checkpoint, calibration: TextCalibration, capacity: int, recipe: Recipe, folder: Path
+) -> GraphSpec:
     """Writes a draft as `specedge export` writes it."""
-    return write_decoder(checkpoint, folder, stem="draft", precision=recipe.name, capacity=capacity)
+    tensors, quantise = checkpoint.tensors, None
+    if recipe.calibrated:
+        decoder = read_decoder(checkpoint, recipe.form, capacity)
+        tensors, quantise = compensated(decoder, tensors, recipe, calibration)
+    return write_decoder(
+        checkpoint,
+        folder,
+        stem="draft",
+        precision=recipe.name,
+        capacity=capacity,
+        quantise=quantise,
+        tensors=tensors,
+    )
 
 
 def _told(progress: Progress, phase: str, before: int = 0, of: int | None = None) -> Callable[[int, int], None]:
@@ -263,16 +299,23 @@ def _graph(bundle: Bundle) -> tuple[Path, GraphSpec]:
     return bundle.path(bundle.manifest.target.file), bundle.manifest.target
 
 
-def _rows(bundle: Bundle, asked: Sequence[tuple[Prompt, Sequence[int]]], options: CompareOptions) -> int:
+def _cache_rows(bundle: Bundle, asked: Sequence[tuple[Prompt, Sequence[int]]], options: CompareOptions) -> int:
     """Rows of cache that measuring takes."""
     longest = max(len(ids) for _, ids in asked) + options.max_tokens
     return min(max(longest, PAST) + _SPARE_ROWS, bundle.manifest.target.capacity)
 
 
-def _exported(model: str, folder: Path, precision: str | None, options: CompareOptions, progress: Progress) -> Bundle:
+def _exported(
+    model: str, folder: Path, precision: str | None, capacity: int, options: CompareOptions, progress: Progress
+) -> Bundle:
     """A bundle of the model without drafts."""
     wanted = ExportOptions(
-        precision, drafts=("none",), verify=False, revision=options.revision, offline=options.offline
+        precision,
+        drafts=("none",),
+        capacity=capacity,
+        verify=False,
+        revision=options.revision,
+        offline=options.offline,
     )
     manifest = export(model, folder, wanted, progress)
     if not manifest.target.tree:

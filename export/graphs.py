@@ -20,7 +20,7 @@ from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.errors import UnsupportedModelError, UsageError
 from specedge.runtime.graph import cache_shape
 
-__all__ = ["Graphs", "Plan", "make_plan"]
+__all__ = ["Graphs", "Plan", "check_recipes", "make_plan"]
 
 _DEFAULT_CAPACITY = 4096
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
@@ -132,7 +132,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
         _log.info("a draft in the target's own precision, %s, would save nothing and is left out", target.name)
     own = [target, *(plan.recipe for plan in drafts if plan.kind != "model")]
     if family is not None:
-        _check_recipes(checkpoint, own)
+        check_recipes(checkpoint, own)
     keeps = any(recipe.form.name == "gguf" for recipe in own)
     tied = "lm_head.weight" if checkpoint.config.get("tie_word_embeddings") else None
     parameters, largest = count_parameters(checkpoint.tensors, tied)
@@ -148,7 +148,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
     return Plan(checkpoint, family, target, drafts, capacity, estimated, options)
 
 
-def _check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
+def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
     """Raises for what a recipe asks of a model that it does not have."""
     sizes = read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config)
     smallest = min(sizes.hidden_size, sizes.q_size, sizes.mlp_size, sizes.vocab_size)
