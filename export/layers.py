@@ -154,8 +154,9 @@ def read_decoder(checkpoint: Checkpoint, form: Format, capacity: int) -> Decoder
             f"config.json: attention over a window of {dimensions.window} rows has no builder; export with --capacity "
             f"{dimensions.window} or less, where the window does not matter"
         )
-    linears = Linears(form.dtype, exact=form.name == "gguf")
-    return Decoder(family, dimensions, form, capacity, linears, Vocabulary(form.dtype))
+    exact = form.name == "gguf"  # nothing that its file says is rounded once more
+    linears, vocabulary = Linears(form.dtype, exact=exact), Vocabulary(form.dtype, exact=exact)
+    return Decoder(family, dimensions, form, capacity, linears, vocabulary)
 
 
 @dataclass(frozen=True)

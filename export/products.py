@@ -30,6 +30,7 @@ __all__ = [
     "block_parameters",
     "in_blocks",
     "in_columns",
+    "store_floats",
     "store_product",
 ]
 
@@ -55,11 +56,12 @@ def store_product(weights: WeightFile, name: str, layer: Layer, dtype: str, *, e
         name: Name of the weight; its tensors' names begin with it.
         layer: The layer.
         dtype: numpy name of the activations.
-        exact: Shifts of an affine grid are stored as they are, where the fast way rounds them once more.
+        exact: Shifts of an affine grid are stored as they are, where the fast way rounds them once more; and plain
+            floats in 16 bits where these hold them.
     """
     weight = layer.weight
     if not isinstance(weight, Rounded):
-        return DenseProduct(weights, name, weight, dtype)
+        return DenseProduct(weights, name, weight, dtype, exact=exact)
     grid = weight.grid
     if grid.kind == "float8":
         return Float8Product(weights, name, weight)
@@ -67,9 +69,10 @@ def store_product(weights: WeightFile, name: str, layer: Layer, dtype: str, *, e
         return ColumnProduct(weights, name, weight, layer.step)
     if not in_blocks(weight):
         return DenseProduct(weights, name, dequantise(weight), dtype)
-    if grid.kind == "affine" and grid.bits == 4 and not exact and weight.width % grid.group == 0:
+    # The sums fill whole blocks of inputs, so that in wider blocks they would be mostly padding.
+    if grid.kind == "affine" and grid.bits == 4 and grid.group == 32 and not exact and weight.width % 32 == 0:
         return AffineProduct(weights, name, weight, dtype)
-    return BlockProduct(weights, name, weight, dtype)
+    return BlockProduct(weights, name, weight, dtype, exact=exact)
 
 
 def in_blocks(weight: Rounded) -> bool:
@@ -86,27 +89,27 @@ def in_columns(weight: Rounded) -> bool:
 class DenseProduct:
     """Plain floats: MatMul with the weight as [in, out]."""
 
-    def __init__(self, weights: WeightFile, name: str, matrix: Matrix, dtype: str) -> None:
+    def __init__(self, weights: WeightFile, name: str, matrix: Matrix, dtype: str, *, exact: bool = False) -> None:
         self._name = name
-        weights.add(name, matrix.T.astype(dtype, copy=False))
+        store_floats(weights, name, matrix.T, dtype, exact=exact)
 
     def multiply(self, graph: GraphBuilder, x: str) -> str:
-        return graph.op("MatMul", x, graph.weight(self._name))
+        return graph.op("MatMul", x, graph.floats(self._name))
 
 
 class BlockProduct:
     """Integers in blocks: MatMulNBits, which rounds activations to int8 by blocks of their own row.
 
-    The shift of an affine grid is added as it is: sums of x over its blocks, shared by the
-    products of the same x, times the shifts.
+    The shift of an affine grid is added: sums of x over its blocks, shared by the products of
+    the same x, times the shifts, which are 16-bit floats in the file unless they must be exact.
     """
 
-    def __init__(self, weights: WeightFile, name: str, rounded: Rounded, dtype: str) -> None:
+    def __init__(self, weights: WeightFile, name: str, rounded: Rounded, dtype: str, *, exact: bool = False) -> None:
         self.name = name
         self.shape = _store_blocks(weights, name, pack_blocks(rounded), dtype)
         self.shifted = rounded.group.shift is not None
         if rounded.group.shift is not None:
-            _store_shift(weights, name, rounded, rounded.group.shift, dtype)
+            _store_shift(weights, name, rounded, rounded.group.shift, dtype, exact=exact)
             self._sums = _store_sums(weights, rounded, dtype)
 
     def multiply(self, graph: GraphBuilder, x: str) -> str:
@@ -191,6 +194,14 @@ class Float8Product:
         return graph.op("MatMul", x, weight)
 
 
+def store_floats(weights: WeightFile, name: str, matrix: Matrix, dtype: str, *, exact: bool) -> None:
+    """Appends plain floats; `exact`: in 16 bits where that loses nothing, as a checkpoint may have had them."""
+    if exact:
+        weights.add_floats(name, matrix, dtype)
+    else:
+        weights.add(name, matrix.astype(dtype, copy=False))
+
+
 @dataclass(frozen=True)
 class BlockShape:
     """What is known of stored blocks: size of `in` and `out`, blocks of an output, bits, and weights of a block."""
@@ -207,7 +218,8 @@ def _store_blocks(weights: WeightFile, name: str, blocks: Blocks, dtype: str) ->
     weights.add_floats(f"{name}.scales", blocks.scales, dtype)
     if blocks.zero_points is not None:
         weights.add(f"{name}.zero_points", blocks.zero_points)
-    return BlockShape(blocks.width, *blocks.values.shape[:2], blocks.bits, blocks.block_size)
+    outputs, count, _ = blocks.values.shape
+    return BlockShape(blocks.width, outputs, count, blocks.bits, blocks.block_size)
 
 
 def _multiply_blocks(graph: GraphBuilder, x: str, name: str, shape: BlockShape) -> str:
@@ -232,14 +244,14 @@ def block_parameters(graph: GraphBuilder, name: str) -> tuple[str, ...]:
     return (scales, graph.weight(zeros)) if zeros in graph.weights else (scales,)
 
 
-def _store_shift(weights: WeightFile, name: str, rounded: Rounded, shift: Matrix, dtype: str) -> None:
-    """Stores a shift, or the smallest value of each block that it comes from where that takes half the space."""
+def _store_shift(weights: WeightFile, name: str, rounded: Rounded, shift: Matrix, dtype: str, *, exact: bool) -> None:
+    """Stores a shift; an exact one as the smallest value of each block where that fits into 16 bits."""
     middle = np.float32(1 << (rounded.grid.bits - 1))
     low = shift - middle * rounded.group.scale
-    if is_half(low) and (low + middle * rounded.group.scale == shift).all():
+    if exact and is_half(low) and (low + middle * rounded.group.scale == shift).all():
         weights.add_floats(f"{name}.low", low, dtype)
     else:
-        weights.add_floats(f"{name}.shift", shift, dtype)
+        weights.add_floats(f"{name}.shift", shift if exact else shift.astype(np.float16).astype(np.float32), dtype)
 
 
 def _store_sums(weights: WeightFile, rounded: Rounded, dtype: str, multiple: int = 1) -> str:

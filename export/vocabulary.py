@@ -9,7 +9,14 @@ from numpy.typing import NDArray
 
 from specedge.export.linear import add_corrections, store_corrections
 from specedge.export.nodes import MICROSOFT, GraphBuilder
-from specedge.export.products import BlockProduct, ColumnProduct, block_parameters, in_blocks, in_columns
+from specedge.export.products import (
+    BlockProduct,
+    ColumnProduct,
+    block_parameters,
+    in_blocks,
+    in_columns,
+    store_floats,
+)
 from specedge.export.weights import WeightFile
 from specedge.quant.formats import EMBEDDING, HEAD
 from specedge.quant.grid import Rounded, dequantise
@@ -35,8 +42,14 @@ class Table(Protocol):
 class Vocabulary:
     """Embedding and head of one model."""
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: str, *, exact: bool = False) -> None:
+        """Nothing is stored yet.
+
+        Args:
+            dtype: numpy name of the activations.
+            exact: See `store_product`.
+        """
+        self._dtype, self._exact = dtype, exact
         self._tables: dict[str, Table] = {}
 
     def store(self, weights: WeightFile, name: str, layer: Layer) -> None:
@@ -44,7 +57,7 @@ class Vocabulary:
 
         What compensates the embedding's rounding belongs to its use as a head.
         """
-        self._tables[name] = _store_table(weights, f"{name}.weight", layer, self._dtype)
+        self._tables[name] = _store_table(weights, f"{name}.weight", layer, self._dtype, exact=self._exact)
         store_corrections(weights, name, layer, self._dtype)
 
     def embed(self, graph: GraphBuilder, ids: str) -> str:
@@ -57,25 +70,25 @@ class Vocabulary:
         return add_corrections(graph, rows, self._tables[name].multiply(graph, rows), name)
 
 
-def _store_table(weights: WeightFile, name: str, layer: Layer, dtype: str) -> Table:
+def _store_table(weights: WeightFile, name: str, layer: Layer, dtype: str, *, exact: bool) -> Table:
     weight = layer.weight
     if not isinstance(weight, Rounded):
-        return _DenseTable(weights, name, weight, dtype)
+        return _DenseTable(weights, name, weight, dtype, exact=exact)
     if weight.grid.kind == "float8":
         return _Float8Table(weights, name, weight)
     if in_columns(weight):
         return _ColumnTable(weights, name, weight, layer.step)
     if not in_blocks(weight):
         return _DenseTable(weights, name, dequantise(weight), dtype)
-    return _BlockTable(weights, name, weight, dtype)
+    return _BlockTable(weights, name, weight, dtype, exact=exact)
 
 
 class _DenseTable:
     """Plain floats. Gemm takes the head as it stands, [vocab, hidden], as fast as MatMul takes its transpose."""
 
-    def __init__(self, weights: WeightFile, name: str, matrix: Matrix, dtype: str) -> None:
+    def __init__(self, weights: WeightFile, name: str, matrix: Matrix, dtype: str, *, exact: bool = False) -> None:
         self._name = name
-        weights.add(name, matrix.astype(dtype, copy=False))
+        store_floats(weights, name, matrix, dtype, exact=exact)
 
     def embed(self, graph: GraphBuilder, ids: str) -> str:
         return graph.op("Gather", self._table(graph), ids, axis=0)
@@ -84,7 +97,7 @@ class _DenseTable:
         return graph.op("Gemm", x, self._table(graph), transB=1)
 
     def _table(self, graph: GraphBuilder) -> str:
-        return graph.weight(self._name)
+        return graph.floats(self._name)
 
 
 class _Float8Table(_DenseTable):
@@ -102,8 +115,8 @@ class _Float8Table(_DenseTable):
 class _BlockTable(BlockProduct):
     """Integers in blocks: GatherBlockQuantized reads the same bytes as MatMulNBits, under a flat shape."""
 
-    def __init__(self, weights: WeightFile, name: str, rounded: Rounded, dtype: str) -> None:
-        super().__init__(weights, name, rounded, dtype)
+    def __init__(self, weights: WeightFile, name: str, rounded: Rounded, dtype: str, *, exact: bool) -> None:
+        super().__init__(weights, name, rounded, dtype, exact=exact)
         rows, count, packed = weights.tensor(name).dims
         weights.alias(f"{name}.table", name, (rows, count * packed))
 

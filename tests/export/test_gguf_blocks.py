@@ -284,10 +284,12 @@ def check_size(folder, tensors, capacity_bytes) -> None:
     assert abs(len(data) - capacity_bytes - as_it_has_them) <= page + as_it_has_them // 100
 
 
+WIDE = TinyLlama(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bundle_is_as_large_as_the_file(tmp_path, kind):
-    model = TinyLlama(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
-    path = write_tiny_gguf(tmp_path / "m.gguf", model, kinds=lambda name: kind)
+    path = write_tiny_gguf(tmp_path / "m.gguf", WIDE, kinds=lambda name: kind)
     manifest = export(str(path), tmp_path / "bundle", GGUF)
     tensors = Sizes(path)
     check_size(tmp_path / "bundle", tensors, 64 * 64 * 4)
@@ -295,6 +297,13 @@ def test_a_bundle_is_as_large_as_the_file(tmp_path, kind):
     plan = make_plan(resolve(str(path)), GGUF, torch=False)
     assert plan.estimate.target == kept_bytes(rounded) == pytest.approx(manifest.target.weight_bytes, rel=0.2)
     assert kept_bytes(rounded) == pytest.approx(sum(tensors.size(name) for name in tensors), rel=0.02)
+
+
+def test_floats_of_16_bits_stay_that_small(tmp_path):
+    kinds = lambda name: "F16" if "embed" in name or "down" in name else "Q4_0"  # noqa: E731
+    path = write_tiny_gguf(tmp_path / "m.gguf", WIDE, kinds=kinds)
+    export(str(path), tmp_path / "bundle", GGUF)
+    check_size(tmp_path / "bundle", Sizes(path), 64 * 64 * 4)
 
 
 class Sizes(dict):
