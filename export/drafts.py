@@ -43,6 +43,11 @@ class DraftPlan:
     model: str = ""
 
     @property
+    def calibrated(self) -> bool:
+        """Whether it needs texts of the target: to take statistics of, or to choose layers on."""
+        return self.kind == "layers" or self.recipe.calibrated
+
+    @property
     def name(self) -> str:
         """Its name in the bundle, and of its folder under drafts/: the text; of a model's path, the last part."""
         if self.kind != "model":

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.drafts import DraftPlan
 from specedge.export.gguf_blocks import kept_bytes, rounded_tensors
 from specedge.export.interop import STANDARD_GRAPH
+from specedge.export.layer_draft import check_layers
 from specedge.export.memory import Estimate, count_parameters, estimate
 from specedge.export.options import ExportOptions, Progress
+from specedge.export.storage import Storage
 from specedge.models import find_family, read_dimensions
 from specedge.quant.recipe import Recipe, parse_recipe
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.errors import UnsupportedModelError, UsageError
-from specedge.runtime.graph import cache_shape
+
+if TYPE_CHECKING:
+    from specedge.export.prepare import PreparedCalibration
 
 __all__ = ["Graphs", "Plan", "check_recipes", "make_plan"]
 
@@ -53,18 +58,22 @@ class Plan:
         family: Which builder writes it; None: Optimum.
         target: How the target is stored.
         drafts: The drafts.
-        capacity: Rows of the caches.
+        models: Checkpoints of the drafts that are other models, by the drafts' names.
+        capacity: Rows of the target's cache.
         estimate: Disk and memory it takes.
         options: What was asked for.
+        calibration: Statistics of the target's activations and the texts they are of; None: nothing needs them.
     """
 
     checkpoint: Checkpoint
     family: str | None
     target: Recipe
     drafts: tuple[DraftPlan, ...]
+    models: Mapping[str, Checkpoint]
     capacity: int
     estimate: Estimate
     options: ExportOptions
+    calibration: PreparedCalibration | None
 
     def write(self, folder: Path, report: Progress) -> Graphs:
         """Writes the graphs into the folder of the bundle."""
@@ -75,48 +84,39 @@ class Plan:
             target = write_through_optimum(self.checkpoint, folder, capacity=self.capacity)
             report("write target", 1, 1)
             return Graphs("optimum", target, {})
+        with self.calibration or nullcontext():
+            return self._write(self.family, folder, report)
+
+    def _write(self, family: str, folder: Path, report: Progress) -> Graphs:
         written = _counter(report, "write target", self.estimate.target)
-        target = self._decoder(folder, "onnx", "target", self.target, written)
+        store = Storage(self.checkpoint, self.options.device, self.capacity, self.options.seed, report, written)
+        target = store.target(folder, self.target, self.calibration)
         report("write target", target.weight_bytes, target.weight_bytes)
-        drafted = _counter(report, "write drafts", self.estimate.drafts)
+        if self.calibration is not None:
+            self.calibration.use(folder, target)
+        store = replace(store, on_tensor=_counter(report, "write drafts", self.estimate.drafts))
         drafts = {}
         for plan in self.drafts:
-            draft = self._decoder(folder, f"drafts/{plan.name}", "draft", plan.recipe, drafted)
-            drafts[plan.name] = replace(draft, shares_cache=cache_shape(draft) == cache_shape(target))
+            model = self.models.get(plan.name)
+            drafts[plan.name] = store.draft(folder, plan, target, model, self.calibration)
         total = sum(draft.weight_bytes for draft in drafts.values())
         report("write drafts", total, total)
-        return Graphs(self.family, target, drafts)
-
-    def _decoder(
-        self, folder: Path, where: str, stem: str, recipe: Recipe, on_tensor: Callable[[int], None]
-    ) -> GraphSpec:
-        from specedge.export.decoder import write_decoder
-
-        spec = write_decoder(
-            self.checkpoint,
-            folder / where,
-            stem=stem,
-            precision=recipe.name,
-            capacity=self.capacity,
-            device=self.options.device,
-            standard=stem == "target",
-            draft=stem == "draft",
-            on_tensor=on_tensor,
-        )
-        return replace(spec, file=f"{where}/{spec.file}")
+        return Graphs(family, target, drafts)
 
 
-def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) -> Plan:
+def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, report: Progress | None = None) -> Plan:
     """Decides who writes the graphs, and how large everything becomes.
 
     Args:
         checkpoint: The model.
         options: What was asked for.
         torch: Whether PyTorch will be run to check.
+        report: Told of downloads and, later, of calibration.
 
     Raises:
-        UsageError: The model or its builder has no such precision, draft, rank or capacity.
+        UsageError: The model or its builder has no such precision, draft, rank, prompt or capacity.
         CheckpointError: The checkpoint is broken.
+        DownloadError: A draft model cannot be fetched.
     """
     family = _find_builder(checkpoint)
     capacity = _capacity(checkpoint, options.capacity)
@@ -133,19 +133,60 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool) ->
     own = [target, *(plan.recipe for plan in drafts if plan.kind != "model")]
     if family is not None:
         check_recipes(checkpoint, own)
+    models = {plan.name: _draft_model(plan, checkpoint, options, report) for plan in drafts if plan.kind == "model"}
+    for plan in drafts:
+        if plan.kind == "layers":
+            check_layers(checkpoint, plan.layers)
+    calibrated = target.calibrated or any(plan.calibrated for plan in drafts)
+    calibration = _prepared(checkpoint, options, capacity, report) if calibrated else None
+    estimated = _estimate(checkpoint, target, drafts, own, options, torch=torch and options.verify)
+    return Plan(checkpoint, family, target, drafts, models, capacity, estimated, options, calibration)
+
+
+def _prepared(
+    checkpoint: Checkpoint, options: ExportOptions, capacity: int, report: Progress | None
+) -> PreparedCalibration:
+    from specedge.export.prepare import prepare_calibration
+
+    return prepare_calibration(
+        checkpoint,
+        capacity=capacity,
+        prompts=options.calibration_prompts,
+        folder=options.calibration,
+        seed=options.seed,
+        progress=report,
+    )
+
+
+def _draft_model(plan: DraftPlan, target: Checkpoint, options: ExportOptions, report: Progress | None) -> Checkpoint:
+    from specedge.export.draft_model import resolve_draft
+
+    checkpoint = resolve_draft(plan.model, target, plan.recipe.form, offline=options.offline, progress=report)
+    check_recipes(checkpoint, [plan.recipe])
+    return checkpoint
+
+
+def _estimate(
+    checkpoint: Checkpoint,
+    target: Recipe,
+    drafts: Sequence[DraftPlan],
+    own: Sequence[Recipe],
+    options: ExportOptions,
+    *,
+    torch: bool,
+) -> Estimate:
     keeps = any(recipe.form.name == "gguf" for recipe in own)
     tied = "lm_head.weight" if checkpoint.config.get("tie_word_embeddings") else None
     parameters, largest = count_parameters(checkpoint.tensors, tied)
-    estimated = estimate(
+    return estimate(
         parameters,
         largest,
         target.form,
         [plan.recipe.form for plan in drafts],
         check=options.verify,
-        torch=torch and options.verify,
+        torch=torch,
         kept=kept_bytes(rounded_tensors(checkpoint.tensors, checkpoint.name), tied) if keeps else None,
     )
-    return Plan(checkpoint, family, target, drafts, capacity, estimated, options)
 
 
 def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:

@@ -51,7 +51,7 @@ def export(model: str, output: Path, options: ExportOptions = _DEFAULTS, progres
     output = Path(os.path.realpath(output))
     check_name(output, options.force)
     checkpoint = resolve(model, revision=options.revision, offline=options.offline, progress=report)
-    plan = make_plan(checkpoint, options, torch=missing_package(checkpoint.path) is None)
+    plan = make_plan(checkpoint, options, torch=missing_package(checkpoint.path) is None, report=report)
     disk, memory = plan.estimate.disk, plan.estimate.memory
     _log.info(
         "%s: takes about %s MB of disk and %s MB of memory", checkpoint.name, _megabytes(disk), _megabytes(memory)

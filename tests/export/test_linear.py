@@ -180,7 +180,7 @@ def test_what_a_runtime_folds_leaves_no_node(tmp_path, rng):
     ("recipe", "bytes_each"),
     [
         ("fp32", 4), ("fp16", 2), ("int8", 1.01), ("int8-block", 1.07), ("fp8-e4m3", 1.01), ("int4:b32:sym", 0.563),
-        ("int4:b64:sym", 0.532), ("int4:b64:asym", 0.541), ("int4", 0.64), ("int4 exact", 0.627), ("int3", 4),
+        ("int4:b64:sym", 0.532), ("int4:b64:asym", 0.541), ("int4", 0.64), ("int4:b64", 0.563), ("int4:b128", 0.532), ("int4 exact", 0.627), ("int3", 4),
     ],
 )  # fmt: skip
 def test_sizes(tmp_path, rng, recipe, bytes_each):
@@ -199,7 +199,7 @@ def test_both_ends_of_a_tied_matrix(tmp_path, rng, recipe, hidden):
     layer = layer_of(rng, recipe, width=hidden, outputs=100, name=EMBEDDING, bias=np.ones(100, np.float32))
 
     def build(graph, weights):
-        vocabulary = Vocabulary(form.dtype)
+        vocabulary = Vocabulary(form.dtype, exact=recipe.endswith("exact"))
         vocabulary.store(weights, EMBEDDING, layer)
         graph.op("Identity", vocabulary.embed(graph, "ids"), name="rows")
         graph.op("Identity", vocabulary.logits(graph, "x"), name="logits")
