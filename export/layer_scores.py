@@ -102,7 +102,7 @@ class LayerScorer:
         self.evaluations = 0
         self._spec = spec
         self._block = block
-        cut = list(_shortened(texts, spec.capacity, rows))
+        cut = list(_shortened(texts, spec.capacity // 2, rows))
         if not cut:
             raise UsageError("the texts to choose a draft's layers on hold no answers: give some that the target wrote")
         self._session = _gated_session(path, spec, threads)
@@ -178,7 +178,10 @@ def _visible(begins: NDArray[Any], rows: NDArray[Any], count: int, start: int) -
 
 
 def _shortened(texts: Sequence[Text], capacity: int, rows: int) -> Iterator[Text]:
-    """Texts that fit into the rotary tables, until there are enough answer tokens."""
+    """Texts of at most `capacity` tokens, until there are enough answer tokens.
+
+    A draft's rows stand behind the target's in one cache, and no cache may be longer than the rotary tables.
+    """
     for text in texts:
         room = min(capacity - len(text.prompt), rows)
         answer = text.answer[:room] if room > 0 else ()
