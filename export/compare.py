@@ -115,21 +115,35 @@ def compare(
         calibration.use(bundle.folder, bundle.manifest.target)
         asked = _fitting(bundle, chosen, options.max_tokens)
         result = _header(bundle, chosen, asked, options)
-        with opened(*_graph(bundle), _cache_rows(bundle, asked, options), options.threads) as target:
-            logits, clock = _measured_target(bundle, target, [ids for _, ids in asked], options, progress)
-            with opened(*_graph(plain), target.capacity, options.threads) as other:
-                plain_ms, plain_cost = clock.cost(other)
-            result["tokens"], result["target_nll"] = logits.tokens, round(logits.nll, 5)
-            result["past"] = clock.past
-            result["verify_ms"] = {str(length): round(ms, 3) for length, ms in clock.verify.items()}
-            result["baseline"] = {"recipe": _BASELINE, "ms": round(plain_ms, 3), "cost": round(plain_cost, 4)}
-            write = partial(_write, checkpoint, calibration, capacity)
-            best = _run_trials(write, bundle, logits, clock, options, result, progress, save)
+        write = partial(_write, checkpoint, calibration, capacity)
+        best = _measured(bundle, plain, [ids for _, ids in asked], write, options, result, progress, save)
         if best:
             result["timed"] = _timed(bundle, plain, best, [prompt for prompt, _ in asked], options, timer, progress)
         result["complete"] = True
         save(result)
         return result
+
+
+def _measured(
+    bundle: Bundle,
+    plain: Bundle,
+    asked: Sequence[Sequence[int]],
+    write: Callable[[Recipe, Path], GraphSpec],
+    options: CompareOptions,
+    result: dict[str, Any],
+    progress: Progress,
+    save: Callable[[Mapping[str, Any]], None],
+) -> list[Trial]:
+    """Measures target, baseline and every draft into the result; returns the drafts to time."""
+    with opened(*_graph(bundle), _cache_rows(bundle, asked, options), options.threads) as target:
+        logits, clock = _measured_target(bundle, target, asked, options, progress)
+        with opened(*_graph(plain), target.capacity, options.threads) as other:
+            plain_ms, plain_cost = clock.cost(other)
+        result["tokens"], result["target_nll"] = logits.tokens, round(logits.nll, 5)
+        result["past"] = clock.past
+        result["verify_ms"] = {str(length): round(ms, 3) for length, ms in clock.verify.items()}
+        result["baseline"] = {"recipe": _BASELINE, "ms": round(plain_ms, 3), "cost": round(plain_cost, 4)}
+        return _run_trials(write, bundle, logits, clock, options, result, progress, save)
 
 
 def _run_trials(
@@ -299,9 +313,9 @@ def _graph(bundle: Bundle) -> tuple[Path, GraphSpec]:
     return bundle.path(bundle.manifest.target.file), bundle.manifest.target
 
 
-def _cache_rows(bundle: Bundle, asked: Sequence[tuple[Prompt, Sequence[int]]], options: CompareOptions) -> int:
+def _cache_rows(bundle: Bundle, asked: Sequence[Sequence[int]], options: CompareOptions) -> int:
     """Rows of cache that measuring takes."""
-    longest = max(len(ids) for _, ids in asked) + options.max_tokens
+    longest = max(map(len, asked)) + options.max_tokens
     return min(max(longest, PAST) + _SPARE_ROWS, bundle.manifest.target.capacity)
 
 

@@ -69,17 +69,13 @@ def run(
 
     Args:
         bundle: The bundle's folder.
-        prompts: Prompts, or a file of them: JSON lines with `question_id`, `category` and `turns`.
-            The first turn is asked as a chat of one user message; later turns are not used.
+        prompts: Prompts, or a file of them (`read_prompts`), each asked as a chat of one user message.
         methods: Names as `--method` takes them; None: all that the bundle holds. Plain
             decoding, "none", always takes part.
-        baselines: Folders of other bundles of the same model (a plain INT4 one, say). Their
-            plain decoding takes part as "none@FOLDER".
+        baselines: Folders of other bundles of the same model, whose plain decoding takes part as "none@FOLDER".
         limit: Most prompts of each category that are taken from a file; None: all.
-        max_tokens: Most tokens of a reply. A prompt that leaves no room for them in the
-            shortest cache is skipped and counted.
-        draft_length: Most tokens drafted a round.
-        draft_lengths: The same for single methods, by their names in `methods`.
+        max_tokens: Of a reply, at most. Prompts that leave no room for them are skipped and counted.
+        draft_length, draft_lengths: Most tokens drafted a round; and of single methods, as `methods` names them.
         threads: Threads of the engines; None: their default.
         progress: Told of each answer.
 
@@ -110,7 +106,7 @@ def run(
             "skipped": len(prompts) - len(asked),
             "max_tokens": max_tokens,
             "draft_length": draft_length,
-            **({"draft_lengths": dict(draft_lengths)} if draft_lengths else {}),
+            **({"draft_lengths": draft_lengths} if draft_lengths else {}),
             "methods": summarise([prompt.category for prompt, _ in asked], replies),
             "loop": loop_cost(engines[0]),
             "notes": _notes(replies),
