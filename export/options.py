@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specedge.export.drafts import DraftPlan, parse_draft
-from specedge.quant.formats import default_precision
+from specedge.quant.formats import default_precision, is_row_invariant
 from specedge.quant.recipe import Method, Recipe, parse_methods, parse_recipe
 from specedge.runtime.errors import UsageError
 from specedge.runtime.prompts import Prompt
@@ -81,6 +81,11 @@ class ExportOptions:
                     f"precision {recipe.form.name!r} has no operator on any device; "
                     "it is there for compare-compensation alone, so choose int4"
                 )
+        if not is_row_invariant(self.target.form):
+            raise UsageError(
+                f"precision {self.target.name!r}: in 4-bit blocks other than 32, what a row gives depends on how many "
+                "run with it, so that a target could not verify; give b32, or use this recipe for a draft"
+            )
         if self.drafts is not None and "none" in self.drafts and len(set(self.drafts)) > 1:
             raise UsageError("draft none excludes other drafts: leave one out")
         capacity = self.capacity

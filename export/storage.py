@@ -15,7 +15,7 @@ from specedge.export.drafts import DraftPlan
 from specedge.export.layers import read_decoder
 from specedge.export.options import Progress
 from specedge.export.texts import Text
-from specedge.quant.recipe import Recipe
+from specedge.quant.recipe import Method, Recipe
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.graph import cache_shape
 
@@ -46,9 +46,9 @@ class Storage:
     report: Progress
     on_tensor: Callable[[int], None]
 
-    def target(self, folder: Path, recipe: Recipe, calibration: TextCalibration | None) -> GraphSpec:
+    def target(self, folder: Path, recipe: Recipe, calibration: PreparedCalibration | None) -> GraphSpec:
         """Writes the target, and the standard graph beside it, into a bundle's folder."""
-        return self._write(self.checkpoint, folder, "onnx", recipe, calibration)
+        return self._write(self.checkpoint, folder, "onnx", self._chosen(recipe, calibration, draft=False), calibration)
 
     def draft(
         self,
@@ -76,8 +76,21 @@ class Storage:
                 return store._write(model, folder, where, plan.recipe, own)
         if plan.kind == "layers":
             return self._layers(folder, where, plan, target, calibration)
-        draft = self._write(self.checkpoint, folder, where, plan.recipe, calibration)
+        recipe = self._chosen(plan.recipe, calibration, draft=True)
+        draft = self._write(self.checkpoint, folder, where, recipe, calibration)
         return replace(draft, shares_cache=cache_shape(draft) == cache_shape(target))
+
+    def _chosen(self, recipe: Recipe, calibration: PreparedCalibration | None, *, draft: bool) -> Recipe:
+        """The recipe, with methods that were measured in the place of "auto" where the device is at hand."""
+        if recipe.methods != (Method("auto"),) or self.device != "cpu":
+            return recipe
+        from specedge.export.choose import choose
+
+        assert calibration is not None
+        chosen = choose(
+            self.checkpoint, recipe, calibration, capacity=self.capacity, draft=draft, progress=self._calibrating
+        )
+        return recipe.compensated(chosen.methods)
 
     def _layers(
         self, folder: Path, where: str, plan: DraftPlan, target: GraphSpec, calibration: PreparedCalibration | None

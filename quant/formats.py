@@ -21,6 +21,7 @@ __all__ = [
     "default_precision",
     "find_format",
     "grid_for",
+    "is_row_invariant",
     "nearest",
 ]
 
@@ -153,6 +154,15 @@ def grid_for(form: Format, name: str, layers: int) -> Grid | None:
     """
     kept, place = dict(form.kept), _place(name, layers)
     return kept.get(place, form.grid)
+
+
+def is_row_invariant(form: Format) -> bool:
+    """Whether a row's result is the same whatever runs with it, as a target's must be.
+
+    In 4-bit blocks other than 32, MatMulNBits takes another way for one row than for several (measured on x86).
+    """
+    grids = (form.grid, *(grid for _, grid in form.kept))
+    return not any(grid is not None and grid.bits == 4 and grid.group not in (0, 32) for grid in grids)
 
 
 def nearest(form: Format, layers: int) -> Quantiser:

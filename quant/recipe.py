@@ -66,6 +66,10 @@ class Recipe:
         """Whether it needs statistics of the activations."""
         return self.form.static or bool(self.methods)
 
+    def compensated(self, methods: tuple[Method, ...]) -> Recipe:
+        """The same with other methods, and a name that says so."""
+        return Recipe("+".join([self.name.partition("+")[0], *map(str, methods)]), self.form, methods)
+
     @property
     def rank(self) -> int:
         """Rank of the low-rank correction; 0: there is none."""
@@ -95,7 +99,7 @@ def parse_recipe(
         raise UsageError(
             f"recipe {text!r}: {name} rounds no weight, so there is nothing to compensate; leave +{methods} out"
         )
-    return Recipe("+".join([stored, *map(str, chosen)]), form, chosen)
+    return Recipe(stored, form).compensated(chosen)
 
 
 def parse_methods(text: str) -> tuple[Method, ...]:

@@ -45,6 +45,14 @@ class TestOptions:
             ({"device": "tpu"}, "tpu.*choose one of cpu, cuda"),
             ({"precision": "fp32", "device": "cuda"}, "fp32.*choose one of fp16"),
             ({"drafts": ("self-int5",)}, "precision 'int5' is not available .*choose one of"),
+            ({"drafts": ("int8",)}, "did you mean self-int8"),
+            ({"drafts": ("a/small", "b/small")}, "drafts 'a/small' and 'b/small' would have one name"),
+            ({"precision": "int3"}, "precision 'int3' has no operator .* choose int4"),
+            ({"drafts": ("self-int3+gptq",)}, "precision 'int3' has no operator"),
+            ({"precision": "int4:b64"}, "precision 'int4:b64': in 4-bit blocks other than 32"),
+            ({"device": "cuda", "drafts": ("self-fp8",)}, "compute capability 8.9 .*Orin has 8.7; use int8 or int4"),
+            ({"compensate": "magic"}, "compensation 'magic' is unknown"),
+            ({"seed": -1}, "seed is -1"),
             ({"drafts": ("none", "self-int4")}, "draft none excludes other drafts"),
             ({"capacity": 0}, "capacity is 0: give a number from 64 up"),
             ({"capacity": True}, "capacity is True"),
@@ -70,6 +78,65 @@ class TestOptions:
         assert drafted(drafts=both) == ("self-int8", "self-int4")
         assert drafted(drafts=both, precision="int4") == ("self-int8",)
         assert drafted(drafts=("none",)) == ()
+
+
+class TestBadInput:
+    """Refused before anything is written, and the bundle that is there stays as it is."""
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"drafts": ("self-int4+lowrank:65",)}, "rank 65 is larger than the smallest matrix of .*give a smaller"),
+            ({"precision": "int8+lowrank:999"}, "rank 999 is larger"),
+            ({"drafts": ("self-int4+gptq",), "calibration_prompts": ()}, "0 prompts are too few"),
+            ({"precision": "int8-static", "calibration_prompts": ()}, "0 prompts are too few"),
+            ({"drafts": ("layers-99",)}, "give fewer"),
+            ({"drafts": ("self-gguf",)}, "GGUF"),
+            ({"drafts": ("no-such-model:int4",)}, "no-such-model"),
+        ],
+    )
+    def test_no_bundle_is_touched(self, tiny_checkpoint, tmp_path, given, message):
+        out = tmp_path / "b"
+        export(str(tiny_checkpoint), out, ExportOptions(drafts=("none",), verify=False, capacity=64))
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        options = {"capacity": 64, "offline": True, "force": True, "verify": False} | given
+        with pytest.raises(SpecEdgeError, match=message):
+            export(str(tiny_checkpoint), out, ExportOptions(**options))
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+class TestDrafts:
+    def test_every_kind_lands_in_the_bundle(self, tiny_checkpoint, tmp_path):
+        texts = ("self-int4:b64:sym+gptq", "self-int8-static", "layers-1:int4", f"{tiny_checkpoint}:int8+bias")
+        options = ExportOptions(drafts=texts, capacity=256, calibration=tmp_path / "kept")
+        manifest = export(str(tiny_checkpoint), tmp_path / "b", options)
+        drafts = manifest.drafts
+        assert list(drafts) == [*texts[:3], f"{tiny_checkpoint.name}:int8+bias"]
+        assert [draft.recipe for draft in drafts.values()] == [text.split("-", 1)[-1] for text in texts[:2]] + [
+            "int4",
+            "int8+bias",
+        ]
+        assert [draft.shares_cache for draft in drafts.values()] == [True, True, True, False]
+        assert len(drafts["layers-1:int4"].cache_layers) == 1
+        assert all(check["status"] == "passed" for check in manifest.checks["drafts"].values())
+        open_bundle(tmp_path / "b", verify=True)
+        assert (tmp_path / "kept" / "calibration.json").is_file()
+
+    def test_what_compensates_by_default(self, tiny_checkpoint, tmp_path):
+        options = ExportOptions(
+            precision="int8-static",
+            drafts=("self-int4", "self-int8+none"),
+            compensate="bias",
+            capacity=256,
+            verify=False,
+        )
+        manifest = export(str(tiny_checkpoint), tmp_path / "b", options)
+        assert manifest.target.recipe == "int8-static+bias"
+        assert {name: draft.recipe for name, draft in manifest.drafts.items()} == {
+            "self-int4": "int4+bias",
+            "self-int8+none": "int8",
+        }
 
 
 class TestBundle:
