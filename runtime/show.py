@@ -223,7 +223,7 @@ def bundle_table(bundle: Bundle) -> Table:
         ("licence", manifest.license or "not stated"),
         ("made for", f"{manifest.device}, by SpecEdge {manifest.exporter or 'unknown'}"),
         ("target", _graph(manifest.target)),
-        *((f"draft {name}", _graph(graph)) for name, graph in manifest.drafts.items()),
+        *((f"draft {name}", _graph(graph, manifest.vocab_size)) for name, graph in manifest.drafts.items()),
         ("standard graph", manifest.standard),
         ("capacity", f"{manifest.target.capacity:,} tokens"),
         ("vocabulary", f"{manifest.vocab_size:,} tokens; a reply ends at {_ids(manifest.eos_token_ids)}"),
@@ -239,7 +239,7 @@ def export_summary(manifest: Manifest) -> Table:
     """What an export made, for people."""
     rows = [
         ("target", _graph(manifest.target)),
-        *((f"draft {name}", _graph(graph)) for name, graph in manifest.drafts.items()),
+        *((f"draft {name}", _graph(graph, manifest.vocab_size)) for name, graph in manifest.drafts.items()),
         ("size", f"{megabytes(_size(manifest))} in {len(manifest.files)} files"),
         ("memory", f"about {megabytes(manifest.memory_bytes)} at work"),
         *((f"check {name}", value) for name, value in _checks(manifest.checks)),
@@ -259,12 +259,32 @@ def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _graph(graph: GraphSpec) -> str:
-    tree = "tree mask" if graph.tree else "chains only"
-    return (
-        f"{graph.file}: {graph.precision}, {graph.layers} layers, {tree}, weights {megabytes(graph.weight_bytes)}, "
-        f"full cache {megabytes(graph.cache_bytes)}"
-    )
+def _graph(graph: GraphSpec, vocab_size: int | None = None) -> str:
+    """A graph in a line; the width of its vocabulary where that is not `vocab_size`."""
+    layers = f"{graph.layers} layers"
+    if graph.cache_layers:
+        layers = f"{graph.layers} of the target's layers {_spans(graph.cache_layers)}"
+    parts = [
+        f"{graph.file}: {graph.recipe or graph.precision}",
+        layers,
+        "tree mask" if graph.tree else "chains only",
+        f"weights {megabytes(graph.weight_bytes)}",
+        "in the target's cache" if graph.shares_cache else f"full cache {megabytes(graph.cache_bytes)}",
+    ]
+    if vocab_size not in (None, graph.vocab_size):
+        parts.append(f"{graph.vocab_size:,} tokens")
+    return ", ".join(parts)
+
+
+def _spans(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers, runs of them shortened: "0-2 5 7-9"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return " ".join("-".join(map(str, span)) for span in spans)
 
 
 def _ids(tokens: Iterable[int]) -> str:
