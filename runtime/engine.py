@@ -225,11 +225,14 @@ class Engine:
         path, device = self._bundle.path(spec.file), self.manifest.device
         if spec.shares_cache and isinstance(self.target, Decoder):
             return Decoder(path, spec, device=device, threads=self._threads, host=self.target)
-        cls = Decoder if spec.tree else GrowingDecoder
-        capacity = self._capacity
-        if capacity is not None and spec is not self.manifest.target:
+        capacity, verifies = self._capacity, spec is self.manifest.target
+        if capacity is not None and not verifies:
             capacity = min(capacity, spec.capacity)  # a draft model's context may end sooner; it then stops drafting
-        return cls(path, spec, capacity=capacity, device=device, threads=self._threads)
+        if not spec.tree:
+            return GrowingDecoder(path, spec, capacity=capacity, device=device, threads=self._threads)
+        # In floats another kernel moves a logit by 1e-5; with rounded activations by whole units.
+        paired = verifies and not spec.precision.startswith(("fp32", "fp16"))
+        return Decoder(path, spec, capacity=capacity, device=device, threads=self._threads, paired=paired)
 
 
 def _with(options: Options, overrides: dict[str, Any]) -> Options:

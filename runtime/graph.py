@@ -40,6 +40,10 @@ class Decoder:
         device: Which execution provider to run on.
         threads: Threads to compute with; None takes all.
         host: A decoder whose cache this one works in; None allocates one of its own.
+        paired: A lone row runs with a row of padding beside it, for which one row of the cache is kept.
+            GroupQueryAttention computes a lone row by another kernel than it computes several
+            (the same bits from two rows on, up to 2e-6 away for one). Where activations are rounded that
+            can move one by a whole step; paired, a row's logits are the same bits in every pass.
 
     Raises:
         BundleError: The graph does not have the inputs and outputs of its entry, or the host's
@@ -56,6 +60,7 @@ class Decoder:
         device: str = "cpu",
         threads: int | None = None,
         host: Decoder | None = None,
+        paired: bool = False,
     ) -> None:
         if spec.flavour != "gqa":
             raise BundleError(
@@ -63,7 +68,7 @@ class Decoder:
             )
         if host is not None and not _fits_cache(spec, host):
             raise BundleError(f"{path}: its cache does not fit into that of {host.spec.file}; export the bundle again")
-        rows = host.capacity if host is not None else cache_rows(spec, capacity)
+        rows = host.rows if host is not None else cache_rows(spec, capacity)
         self.spec: GraphSpec = spec
         self.path = path
         self._session = open_session(path, device=device, threads=threads)
@@ -73,6 +78,7 @@ class Decoder:
         self._bindings: dict[tuple[int, int], _Binding] = {}
         self._last: _Binding | None = None
         self._nodes = 0
+        self._narrowest = 2 if paired else 1
 
     @property
     def length(self) -> int:
@@ -80,6 +86,11 @@ class Decoder:
 
     @property
     def capacity(self) -> int:
+        return self._cache.capacity + 1 - self._narrowest
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache's array, that of padding included."""
         return self._cache.capacity
 
     @property
@@ -157,8 +168,8 @@ class Decoder:
         start, committed, nodes = self._cache.length, len(pending), len(draft.tokens)
         used = committed + nodes
         # A pass as wide as the cache is a first prompt to GroupQueryAttention, which then reads one position only.
-        room = min(self.capacity - start, self.capacity - 1)
-        width = next((w for w in _WIDTHS if used <= w <= room), used)
+        room = min(self.rows - start, self.rows - 1)
+        width = next((w for w in _WIDTHS if max(used, self._narrowest) <= w <= room), used)
         binding = self._last = self._binding(width, 1 + nodes)
         binding.fill_tokens(pending, draft, start)
         binding.fill_mask(start, committed, draft)
@@ -201,7 +212,7 @@ def _fits_cache(spec: GraphSpec, host: Decoder) -> bool:
     host_layers, *host_shape = cache_shape(host.spec)
     kept = spec.cache_layers or tuple(range(layers))
     whole = bool(spec.cache_layers) or layers == host_layers
-    return whole and shape == host_shape and max(kept) < host_layers and spec.capacity >= host.capacity
+    return whole and shape == host_shape and max(kept) < host_layers and spec.capacity >= host.rows
 
 
 class _Binding:
