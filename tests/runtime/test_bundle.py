@@ -67,6 +67,8 @@ def test_a_manifest_survives_writing_and_reading(folder):
         (lambda d: d["files"].pop("onnx/target.onnx"), "no 'onnx/target.onnx' in this bundle"),
         (lambda d: d.update(files=[]), "files is not an object"),
         (lambda d: d.update(name=3), "name is 3"),
+        (lambda raw: raw["target"].update(recipe="int8\x1b[2J"), "recipe has characters other than"),
+        (lambda raw: raw["target"].update(recipe=8), "recipe is 8"),
     ],
 )
 def test_a_manifest_that_is_not_of_the_schema(folder, change, message):
