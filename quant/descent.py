@@ -75,12 +75,13 @@ def _fit_scales(matrix: Matrix, rounded: Rounded, second: Matrix) -> Rounded:
 
     units = grid.values(rounded.codes.reshape(outputs, count, size), Group(np.ones_like(group.scale), group.zero, None))
     units = grouped(units.reshape(outputs, -1)[:, :width])
-    wanted = matrix if group.shift is None else matrix - np.repeat(group.shift, size, axis=1)[:, :width]
+    wanted: Matrix = matrix if group.shift is None else matrix - np.repeat(group.shift, size, axis=1)[:, :width]
     right = (units * grouped(wanted @ second)).sum(-1).astype(np.float64)
     left = np.empty((outputs, count, count), np.float64)
     for place in range(count):
         part = slice(place * size, min((place + 1) * size, width))
-        left[:, :, place] = (units * grouped(units[:, place, : part.stop - part.start] @ second[part])).sum(-1)
+        reached: Matrix = units[:, place, : part.stop - part.start] @ second[part]
+        left[:, :, place] = (units * grouped(reached)).sum(-1)
     ridge = _RIDGE * np.einsum("ogg->o", left)[:, None] / count + np.finfo(np.float32).tiny
     left[:, range(count), range(count)] += ridge
     scale = np.linalg.solve(left, (right + ridge * group.scale)[..., None])[..., 0]

@@ -12,7 +12,7 @@ __all__ = ["Calibration", "Moments", "MomentsSum", "divided"]
 
 Matrix = NDArray[np.float32]
 
-_PEAKS, _DRAWN = 32, 224  # rows kept for their peak, and drawn from all
+_PEAKS, _DRAWN = 32, 480  # rows kept for their peak, and drawn from all
 _QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
 

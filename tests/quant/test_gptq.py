@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specedge.quant.descent import output_error
@@ -68,6 +68,7 @@ def test_the_error_falls_on_rows_it_never_saw(rng, name, search):
     assert errors[0] < 0.75 * errors[1]
 
 
+@settings(max_examples=30)
 @given(
     st.sampled_from(sorted(GRIDS)), st.integers(1, 70), st.integers(1, 9), st.integers(1, 80), st.integers(0, 2**32 - 1)
 )

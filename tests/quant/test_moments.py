@@ -48,7 +48,7 @@ def test_how_rows_are_cut_does_not_matter(rng):
 def test_the_rows_kept_hold_the_peaks_and_stand_for_all(rng):
     rows = outliers(rng)
     found = moments_of(rows, 100)
-    assert len(found.rows) <= 256
+    assert len(found.rows) <= 512
     assert found.stands_for.sum() == pytest.approx(len(rows))
     highest = np.sort(np.abs(rows).max(1))[-32:]
     assert np.isin(highest, np.abs(found.rows).max(1)).all()

@@ -77,3 +77,11 @@ def test_outputs_in_another_order_and_another_size_do_not_matter(rng):
     scale = search_scale([weight], GRIDS["int8-rows"], moments, rounds_rows=True)
     assert np.allclose(scale, search_scale([weight[::-1]], GRIDS["int8-rows"], moments, rounds_rows=True), rtol=1e-5)
     assert np.allclose(scale, search_scale([4 * weight], GRIDS["int8-rows"], moments, rounds_rows=True), rtol=1e-5)
+
+
+def test_gptq_makes_scaling_of_weights_alone_needless(rng):
+    (seen,) = activations(rng, 64, parts=1)
+    weights, moments = [rng.standard_normal((50, 64)).astype(np.float32)], moments_of(seen)
+    scale = search_scale(weights, GRIDS["int4-sym-b32"], moments, rounds_rows=False, second_order=True)
+    assert (scale == 1).all()
+    assert search_scale(weights, GRIDS["int8-rows"], moments, rounds_rows=True, second_order=True).max() > 1.5
