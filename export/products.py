@@ -37,7 +37,6 @@ __all__ = [
 Matrix = NDArray[np.float32]
 
 _TOP, _MIDDLE = 127, 128  # of rounded activations, which are uint8 because x86 multiplies uint8 by int8
-_TINIEST = 1e-10  # a row of zeros is not divided by zero
 
 
 class Product(Protocol):
@@ -167,7 +166,7 @@ class ColumnProduct:
             return self._product(graph, graph.shared("QuantizeLinear", x, step, middle), step, middle)
         unit = graph.number(1 / _TOP)
         largest = graph.shared("ReduceMax", graph.shared("Abs", x), graph.integers(-1), keepdims=1)
-        largest = graph.shared("Max", largest, graph.number(_TINIEST))
+        # In a row of zeros 0 / 0 is rounded to whatever integer; what comes of it is multiplied by the zero.
         rows = graph.shared("QuantizeLinear", graph.shared("Div", x, largest), unit, middle)
         return graph.op("Mul", self._product(graph, rows, unit, middle), largest)
 
