@@ -275,7 +275,7 @@ def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **
 @click.argument("model")
 @click.option("--prompts", required=True, type=click.Path(path_type=Path), help="JSON lines of prompts to measure on.")
 @click.option("--formats", help="Number formats, with commas between.  [default: all]")
-@click.option("--methods", help="Compensations, with commas between: none,gptq,scale+gptq.  [default: ten]")
+@click.option("--methods", help="Compensations, with commas between: none,gptq,scale+gptq.  [default: eight]")
 @click.option("--precision", help="Of the target.  [default: fp32]")
 @click.option("--calibration-prompts", type=click.Path(path_type=Path), help="[default: what the target writes]")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Folder to keep what calibration measures in.")

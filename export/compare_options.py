@@ -17,8 +17,7 @@ FORMATS = (
     "fp8-e4m3", "fp8-e5m2", "int3",
 )  # fmt: skip
 METHODS = (
-    "none", "bias", "scale", "gptq", "lowrank:16", "scale+gptq", "scale+gptq+bias", "scale+gptq+lowrank:16+bias",
-    "scale+gptq+lowrank:16+bias+distil",
+    "none", "bias", "scale", "gptq", "lowrank:16", "scale+gptq", "scale+gptq+lowrank:16+bias", "scale+gptq+distil",
 )  # fmt: skip
 
 
