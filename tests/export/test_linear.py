@@ -180,7 +180,8 @@ def test_what_a_runtime_folds_leaves_no_node(tmp_path, rng):
     ("recipe", "bytes_each"),
     [
         ("fp32", 4), ("fp16", 2), ("int8", 1.01), ("int8-block", 1.07), ("fp8-e4m3", 1.01), ("int4:b32:sym", 0.563),
-        ("int4:b64:sym", 0.532), ("int4:b64:asym", 0.541), ("int4", 0.64), ("int4:b64", 0.563), ("int4:b128", 0.532), ("int4 exact", 0.627), ("int3", 4),
+        ("int4:b64:sym", 0.532), ("int4:b64:asym", 0.541), ("int4", 0.64),
+        ("int4:b64", 0.563), ("int4:b128", 0.532), ("int4 exact", 0.627), ("int3", 4),
     ],
 )  # fmt: skip
 def test_sizes(tmp_path, rng, recipe, bytes_each):
