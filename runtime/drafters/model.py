@@ -115,4 +115,5 @@ def _sound(rows: Rows, position: int) -> Floats:
     """The logits of a pass of one wanted row; a head that rounds its input would turn NaN into some number."""
     if rows.hidden is not None and not np.isfinite(rows.hidden[-1]).all():
         raise NumericError(f"the draft model computed NaN or infinity at position {position}: export it again")
-    return rows.logits[0]
+    logits: Floats = rows.logits[0]
+    return logits
