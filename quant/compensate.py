@@ -5,8 +5,8 @@
 2. "lowrank:R" corrects what is left of the error (quant/lowrank.py).
 3. "bias" corrects what that leaves of the mean (quant/bias.py).
 
-No method sees rows that were not calibrated on, so each lowers the error of those; the tests
-show that it falls on others, too.
+Methods see calibrated rows only; `damped_second` keeps them from what those have by chance, and the
+tests show that the error falls on others, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specedge.quant.gptq import round_second_order
 from specedge.quant.grid import Grid, Rounded, dequantise, round_nearest
 from specedge.quant.layer import Layer
 from specedge.quant.lowrank import correct_low_rank
-from specedge.quant.moments import Moments
+from specedge.quant.moments import Moments, damped_second
 from specedge.quant.ranges import round_searched
 from specedge.quant.recipe import Method
 
@@ -61,9 +61,10 @@ def compensate(
     chosen = {method.name: method.argument for method in methods}
     if "auto" in chosen:
         chosen = {method.name: method.argument for method in automatic(grid)}
-    stored = _rounded(weight, grid, moments, chosen)
+    second = damped_second(moments)
+    stored = _rounded(weight, grid, second, chosen)
     missed = weight - dequantise(stored)
-    low_rank = correct_low_rank(missed, moments.second, chosen.get("lowrank") or 0)
+    low_rank = correct_low_rank(missed, second, chosen.get("lowrank") or 0)
     if low_rank is not None:
         missed = missed - low_rank.up @ low_rank.down
     if "bias" in chosen:
@@ -78,11 +79,11 @@ def automatic(grid: Grid) -> tuple[Method, ...]:
     return (Method("scale"), Method("gptq"))
 
 
-def _rounded(weight: Matrix, grid: Grid, moments: Moments, chosen: dict[str, int | None]) -> Rounded:
+def _rounded(weight: Matrix, grid: Grid, second: Matrix, chosen: dict[str, int | None]) -> Rounded:
     if "gptq" in chosen:
-        return round_second_order(weight, grid, moments.second, search_range="scale" in chosen)
+        return round_second_order(weight, grid, second, search_range="scale" in chosen)
     nearest = round_nearest(weight, grid)
     if "scale" not in chosen:
         return nearest
-    searched = round_searched(weight, grid, np.diagonal(moments.second))
-    return keep_better(weight, moments.second, nearest, searched)
+    searched = round_searched(weight, grid, np.diagonal(second))
+    return keep_better(weight, second, nearest, searched)

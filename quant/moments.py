@@ -8,11 +8,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Calibration", "Moments", "MomentsSum", "divided"]
+__all__ = ["KEPT_ROWS", "Calibration", "Moments", "MomentsSum", "damped_second", "divided"]
 
 Matrix = NDArray[np.float32]
 
 _PEAKS, _DRAWN = 32, 480  # rows kept for their peak, and drawn from all
+KEPT_ROWS = _PEAKS + _DRAWN
+"""Most rows that moments keep."""
+
 _QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
 
@@ -48,6 +51,21 @@ class Calibration(Protocol):
     def __getitem__(self, name: str) -> Moments: ...
 
     def __contains__(self, name: object) -> bool: ...
+
+
+def damped_second(moments: Moments) -> Matrix:
+    """The mean of x x^T as far as rows that were not seen can be expected to share it, [in, in].
+
+    Few rows correlate by chance, and what is fitted to that does harm on others: on SmolLM2-135M, GPTQ
+    left 1.16 times the error of nearest rounding where 1536 inputs were seen in 1000 rows, and .53
+    times with the diagonal doubled; .75 and .49 with 3000 rows. The diagonal grows by 3 in / rows,
+    within .1 and 1. Unlike a share of its mean (the GPTQ paper's damping), this
+    does not depend on how inputs are scaled.
+    """
+    share = float(np.clip(3 * len(moments.mean) / moments.count, 0.1, 1))
+    second = moments.second.copy()
+    second[np.diag_indices_from(second)] *= np.float32(1 + share)
+    return second
 
 
 def divided(moments: Moments, scale: Matrix) -> Moments:

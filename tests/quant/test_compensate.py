@@ -104,3 +104,12 @@ def test_moments_of_another_layer(layer):
     weight, bias, seen, _ = layer
     with pytest.raises(ValueError, match="moments of 64 inputs for a weight of 128"):
         compensate(weight, bias, GRIDS["int8-rows"], moments_of(seen[:, :64]), ())
+
+
+def test_few_rows_do_no_harm_to_others(rng):
+    seen, unseen = activations(rng, 192)
+    weight, grid = rng.standard_normal((48, 192)).astype(np.float32), GRIDS["int4-sym-b32"]
+    moments, none = moments_of(seen[:150]), np.zeros(48, np.float32)
+    plain = error(compensate(weight, None, grid, moments, ()), weight, none, unseen)
+    better = error(compensate(weight, None, grid, moments, parse_methods("scale+gptq")), weight, none, unseen)
+    assert better < 0.75 * plain

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from specedge.quant.moments import MomentsSum, divided
+from specedge.quant.moments import MomentsSum, damped_second, divided
 
 
 def outliers(rng, count=3000, width=24):
@@ -85,3 +85,15 @@ def test_no_rows_and_bad_rows():
     total.add(np.zeros((0, 4), np.float32))
     with pytest.raises(ValueError, match="no rows"):
         total.result()
+
+
+def test_fewer_rows_are_trusted_less(rng):
+    rows = outliers(rng)
+    shares = []
+    for count in (20, 300, 3000):
+        moments = moments_of(rows[:count])
+        damped = damped_second(moments)
+        off = ~np.eye(24, dtype=bool)
+        assert (damped[off] == moments.second[off]).all()
+        shares.append(float((np.diagonal(damped) / np.diagonal(moments.second)).mean()) - 1)
+    assert shares == pytest.approx([1, 0.24, 0.1], rel=1e-3)
