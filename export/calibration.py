@@ -26,7 +26,7 @@ from specedge.export.checkpoint import Checkpoint
 from specedge.export.reference import CHUNK, Reference, Site
 from specedge.export.texts import Text
 from specedge.export.writer import staged
-from specedge.quant.moments import Moments, MomentsSum
+from specedge.quant.moments import KEPT_ROWS, Moments, MomentsSum
 from specedge.runtime.errors import NumericError, UsageError
 
 __all__ = ["MEMORY", "Fingerprint", "SavedCalibration", "calibrate", "fingerprint_of", "load_calibration"]
@@ -39,7 +39,7 @@ MEMORY = 512 << 20
 
 _VERSION = 1
 _INDEX, _TEXTS = "calibration.json", "texts.json"
-_PEAKS, _ROWS = 5, 256  # quantiles, and the most rows that `MomentsSum` keeps
+_PEAKS = 5  # quantiles
 _LARGEST_INDEX, _LARGEST_TEXTS = 16 << 20, 256 << 20  # bytes
 _SAMPLES = 4096
 
@@ -188,7 +188,7 @@ class _SavedSite:
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> _SavedSite:
         numbers = tuple(entry[name] for name in ("width", "count", "kept"))
-        if not all(type(number) is int and number > 0 for number in numbers) or numbers[2] > _ROWS:
+        if not all(type(number) is int and number > 0 for number in numbers) or numbers[2] > KEPT_ROWS:
             raise ValueError(f"a site of {numbers} inputs, rows and rows kept")
         if not all(isinstance(name, str) for name in entry["names"]) or set(entry) != {
             "names",
@@ -227,7 +227,7 @@ def _groups(sites: Sequence[Site], memory: int) -> Iterator[list[Site]]:
     group: list[Site] = []
     for site in sites:
         more = [*group, site]
-        size = sum(4 * each.width * (each.width + _ROWS + CHUNK) for each in more)
+        size = sum(4 * each.width * (each.width + KEPT_ROWS + CHUNK) for each in more)
         if group and size + max(4 * each.width**2 for each in more) > memory:
             yield group
             more = [site]
