@@ -85,23 +85,25 @@ def test_a_draft_fits_into_the_cache_of_a_paired_target(graph):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_rounded_target_gives_plain_decodings_ids(precision, dev_prompts, tmp_path):
+@pytest.mark.parametrize(("precision", "draft"), [("int8", "self-int4"), ("int4", "self-int4:b64:sym")])
+def test_a_rounded_target_gives_plain_decodings_ids(precision, draft, dev_prompts, tmp_path):
     from specedge.export.pipeline import ExportOptions, export
 
     bundle = tmp_path / "bundle"
-    export("smollm2-135m", bundle, ExportOptions(precision=precision, drafts=("self-int4",), capacity=512))
+    export("smollm2-135m", bundle, ExportOptions(precision=precision, drafts=(draft,), capacity=512))
     different = []
     with Engine(bundle, verify=False) as engine:
         chats = (engine.text.chat_prompt([{"role": "user", "content": prompt["turns"][0]}]) for prompt in dev_prompts)
+        methods = engine.methods
+        assert len(methods) == 3  # none, the draft, ngram
         prompts = [ids for ids in chats if len(ids) + TOKENS <= engine.capacity][:PROMPTS]
         assert len(prompts) == PROMPTS
         for number, ids in enumerate(prompts):
-            answers = []
-            for method in ("none", "draft:self-int4", "ngram"):
+            answers = {}
+            for method in methods:
                 *_, finish = engine.generate(ids, method=method, max_tokens=TOKENS)
-                answers.append(finish.ids)
-            different += [(number, method) for method in (1, 2) if answers[method] != answers[0]]
-        ids = [*prompts[0], *answers[0]][: engine.capacity]
+                answers[method] = finish.ids
+            different += [(number, method) for method in methods if answers[method] != answers["none"]]
+        ids = [*prompts[0], *answers["none"]]
         assert differing(engine.target, ids, range(2, 17)) == []
     assert different == []
