@@ -64,7 +64,7 @@ $(VENV)/.chat: pyproject.toml $(VENV)/bin/python
 
 $(VENV)/.test: pyproject.toml $(VENV)/bin/python
 	@echo 'Installing .[cpu,export,train,test,dev] into $(VENV)'
-	@$(VENV)/bin/python $(INSTALL) -e '.[cpu,export,train,test,dev]'
+	@$(VENV)/bin/python $(INSTALL) -e '.[cpu,export,plot,train,test,dev]'
 	@touch $(VENV)/.chat $@
 
 $(OPTIMUM)/.test: pyproject.toml
