@@ -172,7 +172,7 @@ def test_the_built_in_model_is_calibrated_on_2000_tokens_of_its_own(tmp_path, ca
             assert np.linalg.eigvalsh(moments.second.astype(np.float64))[0] > -1e-3 * moments.second.max()
     with capsys.disabled():
         print(f"\n{moments.count} tokens in {len(texts)} texts: {time.monotonic() - start:.0f} s on one thread")
-    assert len(texts) >= 8
+    assert len(texts) >= 5
     assert 1500 < moments.count < 2300
 
 
