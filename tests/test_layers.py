@@ -46,7 +46,10 @@ OTHERS = {
     "__init__.py": set(),
 }  # fmt: skip
 # Outside train/, PyTorch and what stands on it enter through these files alone, when they are used.
-TORCH_FILES = {"export/torch_check.py", "export/optimum.py"}
+TORCH_FILES = {
+    "export/torch_check.py", "export/optimum.py",
+    "export/distil.py", "export/torch_decoder.py", "export/torch_layer.py",
+}  # fmt: skip
 
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 LONGEST_FILE = 400
