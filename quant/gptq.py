@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from specedge.quant.descent import descend, keep_better
 from specedge.quant.grid import Grid, Group, Rounded, join, round_nearest
-from specedge.quant.ranges import fit_range, round_searched
+from specedge.quant.ranges import fit_range
 
 __all__ = ["DAMPING", "ROUNDS", "round_second_order"]
 
@@ -73,12 +73,10 @@ def round_second_order(
     parts = []
     for start in range(0, len(matrix), _ROWS):
         part = matrix[start : start + _ROWS]
-        nearest = round_nearest(part, grid)
-        if search_range:
-            nearest = keep_better(part, second, nearest, round_searched(part, grid, np.diagonal(second)))
+        rounded = round_nearest(part, grid)
         if root is not None:
-            nearest = keep_better(part, second, nearest, _pass_on(part, grid, root, search_range))
-        parts.append(descend(part, nearest, second, rounds))
+            rounded = keep_better(part, second, rounded, _pass_on(part, grid, root, search_range))
+        parts.append(descend(part, rounded, second, rounds))
     return Rounded(grid, np.concatenate([part.codes for part in parts]), join([part.group for part in parts]), width)
 
 

@@ -27,7 +27,7 @@ __all__ = ["fit_range", "round_searched"]
 
 Matrix = NDArray[np.float32]
 
-_FINE = (0.97, 0.94, 0.91, 0.88, 0.84, 0.8, 0.76, 0.72, 0.67, 0.62)
+_FINE = (0.95, 0.9, 0.84, 0.78, 0.7)
 _COARSE = (1.06, 1.0 / 0.875)  # the largest magnitude need not lie at the end
 
 
