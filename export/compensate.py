@@ -67,7 +67,9 @@ def compensated(
         SpecEdgeError: A calibration that is damaged or cannot be made.
     """
     recipe = replace(recipe, methods=_resolved(recipe))
-    folded = FoldedTensors(decoder, tensors, calibration) if _has(recipe.methods, "scale") else None
+    folded = None
+    if _has(recipe.methods, "scale"):
+        folded = FoldedTensors(decoder, tensors, calibration, second_order=_has(recipe.methods, "gptq"))
     quantise = _Compensating(decoder, folded, recipe, calibration)
     if not _has(recipe.methods, "distil"):
         return (tensors if folded is None else folded), quantise

@@ -41,17 +41,21 @@ class _Change:
 class FoldedTensors:
     """A checkpoint's tensors with scales folded in, under the same names and in the same shapes."""
 
-    def __init__(self, decoder: Decoder, tensors: Tensors, calibration: Calibration) -> None:
+    def __init__(
+        self, decoder: Decoder, tensors: Tensors, calibration: Calibration, *, second_order: bool = False
+    ) -> None:
         """Searches nothing yet.
 
         Args:
             decoder: The model and its number format.
             tensors: The checkpoint's.
             calibration: Moments of every linear layer.
+            second_order: GPTQ follows.
         """
         self._decoder = decoder
         self._tensors = tensors
         self._calibration = calibration
+        self._second_order = second_order
         self._changes = dict(_changes(decoder))
         self._scales: dict[int, Mapping[str, Matrix]] = {}
 
@@ -109,7 +113,15 @@ class FoldedTensors:
             return np.ones_like(moments.largest)
         prefix = self._decoder.family.layer.format(layer=layer)
         matrices = [self._tensors[f"{prefix}{weight}.weight"] for weight in weights]
-        return search_scale(matrices, grid, moments, rounds_rows=rounds_rows(grid), static=form.static, groups=groups)
+        return search_scale(
+            matrices,
+            grid,
+            moments,
+            rounds_rows=rounds_rows(grid),
+            static=form.static,
+            second_order=self._second_order,
+            groups=groups,
+        )
 
 
 _SITES = {
