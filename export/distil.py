@@ -303,7 +303,7 @@ class _Optimiser:
         for group in self._adam.param_groups:
             group["lr"] = group["rate"] * self._share * fall * min(1.0, self._since / _WARM_UP)
         self._adam.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._adam.step()
 
     def keep(self) -> None:
