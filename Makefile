@@ -63,7 +63,7 @@ $(VENV)/.chat: pyproject.toml $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/bin/python
-	@echo 'Installing .[cpu,export,train,test,dev] into $(VENV)'
+	@echo 'Installing .[cpu,export,plot,train,test,dev] into $(VENV)'
 	@$(VENV)/bin/python $(INSTALL) -e '.[cpu,export,plot,train,test,dev]'
 	@touch $(VENV)/.chat $@
 

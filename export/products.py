@@ -1,7 +1,8 @@
 """Products x W^T, one class for each way a weight is stored: its tensors, and the nodes that multiply.
 
-Every one is row-invariant: a row's result does not depend on how many rows run with it, so a
-token verified in a wide pass is the token that plain decoding gives.
+Those that a target may be stored in are row-invariant: a row's result does not depend on how many
+rows run with it, so a token verified in a wide pass is the token that plain decoding gives.
+4-bit blocks of other sizes than 32 are not (`is_row_invariant` in quant/formats.py); they draft.
 """
 
 from __future__ import annotations
