@@ -49,6 +49,14 @@ def dev_prompts(dev_prompts_file) -> list[dict]:
     return [json.loads(line) for line in dev_prompts_file.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.fixture(autouse=True)
+def threads_of_their_own(monkeypatch):
+    """Commands run inside the test process share no pool: once there is one, no other session could be opened."""
+    from specedge.runtime import providers
+
+    monkeypatch.setattr(providers, "share_threads", lambda threads=None: None)
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""
