@@ -46,10 +46,11 @@ Matrix = NDArray[np.float32]
 FREE = (SCALE, SHIFT, NORM, BIAS, DOWN, UP)
 """What costs nothing at run time."""
 
-RATES: Mapping[str, float] = {SCALE: 2e-3, SHIFT: 2e-2, NORM: 2e-3, BIAS: 1e-3, DOWN: 1e-4, UP: 1e-4}
-"""How far a number moves in a step, about: scales and norms in shares of themselves, shifts in
-units of the scale."""
+RATES: Mapping[str, float] = {SCALE: 2e-3, SHIFT: 2e-2, NORM: 1e-3, BIAS: 2e-4, DOWN: 1e-4, UP: 1e-4}
+"""How far a number moves in a step, about, in a draft of 4 bits: scales and norms in shares of themselves, shifts
+in units of the scale."""
 
+_FINE = 0.25  # of these rates where all weights have 8 bits: less was rounded away
 _WARM_UP = 4
 _LAST_RATE = 0.05
 _CHECKS = 6
@@ -75,7 +76,7 @@ class Settings:
         bfloat16: Whether products are computed in bfloat16 while training; None: where the processor can.
     """
 
-    steps: int = 96
+    steps: int = 40
     batch: int = 4
     seconds: float | None = None
     seed: int = 0
@@ -288,7 +289,8 @@ class _Optimiser:
     def __init__(self, student: TorchDecoder, settings: Settings) -> None:
         import torch
 
-        groups = [{"params": numbers, "rate": settings.rates[kind]} for kind, numbers in student.free.items()]
+        pace = 1.0 if any(layer.bits < 8 for layer in student.layers.values()) else _FINE
+        groups = [{"params": numbers, "rate": settings.rates[kind] * pace} for kind, numbers in student.free.items()]
         if not groups:
             raise UsageError("the draft has nothing that distillation could change; export it in a rounded format")
         self._adam: Any = torch.optim.Adam(groups, betas=_BETAS)

@@ -74,6 +74,12 @@ class TorchLayer:
             down, up = layer.low_rank.down, layer.low_rank.up
             self._low_rank = self._number(down, DOWN in free and DOWN), self._number(up, UP in free and UP)
 
+    @property
+    def bits(self) -> int:
+        """Of a weight on a grid; 32 of one in floats."""
+        weight = self._layer.weight
+        return weight.grid.bits if isinstance(weight, Rounded) else 32
+
     def apply(self, x: Tensor) -> Tensor:
         """[..., out] of x, [..., in]."""
         from torch.nn.functional import linear
