@@ -64,7 +64,7 @@ def test_folding_alone_leaves_the_logits_as_they_were(changes, precision):
 def test_any_scales_leave_the_logits_as_they_were(changes, monkeypatch, rng):
     """All four folds at once, with scales far from 1."""
 
-    def drawn(weights, grid, moments, *, rounds_rows, static, groups=None):
+    def drawn(weights, grid, moments, *, rounds_rows, static, second_order, groups=None):
         width = weights[0].shape[1]
         scale = np.exp(rng.uniform(-2, 2, width)).astype(np.float32)
         return scale if groups is None else scale[groups]
