@@ -300,12 +300,14 @@ class _Optimiser:
 
     def step(self, loss: Tensor, spent: float) -> None:
         """One step; `spent`: how much of the time is over, 0 to 1."""
+        import torch
+
         self._since += 1
         fall = _LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * min(spent, 1.0))) / 2
         for group in self._adam.param_groups:
             group["lr"] = group["rate"] * self._share * fall * min(1.0, self._since / _WARM_UP)
         self._adam.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         self._adam.step()
 
     def keep(self) -> None:
