@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specedge.quant.compensate import compensate
+from specedge.quant.compensate import automatic, compensate
+from specedge.quant.formats import find_format
 from specedge.quant.grid import dequantise, round_nearest
 from specedge.quant.layer import effective_weight
 from specedge.quant.recipe import Method, parse_methods
@@ -113,3 +114,10 @@ def test_few_rows_do_no_harm_to_others(rng):
     plain = error(compensate(weight, None, grid, moments, ()), weight, none, unseen)
     better = error(compensate(weight, None, grid, moments, parse_methods("scale+gptq")), weight, none, unseen)
     assert better < 0.75 * plain
+
+
+def test_auto_leaves_gptq_out_where_whole_rows_are_int8():
+    names = {form: [method.name for method in automatic(find_format(form).grid)] for form in ("int8", "int8-static")}
+    assert names == {"int8": ["scale"], "int8-static": ["scale"]}
+    assert [method.name for method in automatic(find_format("int8-block").grid)] == ["scale", "gptq"]
+    assert [method.name for method in automatic(find_format("int4").grid)] == ["scale", "gptq"]
