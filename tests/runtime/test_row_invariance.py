@@ -17,7 +17,7 @@ from specedge.tests.reference import memory_checkpoint
 PRECISIONS = ("int8", "int4")
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16)
 CAPACITY = 97
-PROMPTS, TOKENS = 20, 128
+PROMPTS, TOKENS = 12, 128
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)

@@ -11,7 +11,6 @@ from specedge.runtime.drafters import registry
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import BundleError, NumericError
 from specedge.runtime.soundness import check_weights
-from specedge.tests.tiny import TinyLlama, write_tiny_checkpoint
 
 pytest.importorskip("onnx", reason="planting needs the export extra")
 
@@ -20,6 +19,7 @@ import onnx
 
 from specedge.export.options import ExportOptions
 from specedge.export.pipeline import export
+from specedge.tests.tiny import TinyLlama, write_tiny_checkpoint
 
 PROMPT = "the quick brown fox"
 TOKENS = 24
