@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from specedge.quant.grid import Grid, Rounded
 
-__all__ = ["Checkpoint", "RoundedTensors", "Tensors", "Tokenizer"]
+__all__ = ["Checkpoint", "ReplacedTensors", "RoundedTensors", "Tensors", "Tokenizer"]
 
 
 class Tensors(Protocol):
@@ -86,3 +86,23 @@ class Checkpoint:
     path: Path
     generation: Mapping[str, Any] = field(default_factory=dict)
     license: str | None = None
+
+
+class ReplacedTensors:
+    """Tensors, some of them replaced by others of the same shape."""
+
+    def __init__(self, tensors: Tensors, replaced: Mapping[str, NDArray[np.float32]]) -> None:
+        self._tensors = tensors
+        self._replaced = replaced
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        return self._replaced[name] if name in self._replaced else self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(name)

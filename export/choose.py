@@ -9,11 +9,9 @@ from tempfile import TemporaryDirectory
 
 from specedge.export.agreement import TargetLogits
 from specedge.export.checkpoint import Checkpoint
-from specedge.export.compensate import compensated
-from specedge.export.decoder import write_decoder
-from specedge.export.layers import read_decoder
 from specedge.export.memory import release_memory
 from specedge.export.prepare import PreparedCalibration
+from specedge.export.recipes import write_recipe
 from specedge.quant.recipe import Method, Recipe, parse_methods
 from specedge.runtime.graph import Decoder
 
@@ -59,7 +57,7 @@ def choose(
         progress: Told of the candidates.
 
     Raises:
-        SpecEdgeError: As `compensated`, `write_decoder` and `measure`.
+        SpecEdgeError: As `write_recipe` and `measure`.
     """
     found: list[float] = []
     with TemporaryDirectory(prefix="specedge-") as name:
@@ -69,18 +67,8 @@ def choose(
         for number, methods in enumerate(candidates):
             progress(number, len(candidates))
             tried, folder = replace(recipe, methods=methods), Path(name, str(number))
-            decoder = read_decoder(checkpoint, recipe.form, capacity)
-            tensors, quantise = compensated(decoder, checkpoint.tensors, tried, calibration)
-            spec = write_decoder(
-                checkpoint,
-                folder,
-                stem="draft",
-                precision=recipe.name,
-                capacity=capacity,
-                device=device,
-                draft=draft,
-                quantise=quantise,
-                tensors=tensors,
+            spec = write_recipe(
+                checkpoint, folder, tried, calibration, stem="draft", capacity=capacity, device=device, draft=draft
             )
             graph = Decoder(folder / spec.file, spec, device=device, threads=threads)
             found.append(logits.measure(graph).kl)

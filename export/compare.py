@@ -18,15 +18,14 @@ from typing import Any, Protocol
 from specedge.export.agreement import TargetLogits
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.compare_options import CompareOptions
-from specedge.export.compensate import TextCalibration, compensated
-from specedge.export.decoder import write_decoder
+from specedge.export.compensate import TextCalibration
 from specedge.export.graphs import check_recipes
-from specedge.export.layers import read_decoder
 from specedge.export.memory import count_parameters
 from specedge.export.options import ExportOptions, Progress
 from specedge.export.pass_times import PAST
 from specedge.export.pipeline import export
 from specedge.export.prepare import prepare_calibration
+from specedge.export.recipes import write_recipe
 from specedge.export.sources import resolve
 from specedge.export.trials import Clock, Trial, opened, run_trial
 from specedge.export.writer import check_space
@@ -185,19 +184,7 @@ def _write(
     checkpoint: Checkpoint, calibration: TextCalibration, capacity: int, recipe: Recipe, folder: Path
 ) -> GraphSpec:
     """Writes a draft as `specedge export` writes it."""
-    tensors, quantise = checkpoint.tensors, None
-    if recipe.calibrated:
-        decoder = read_decoder(checkpoint, recipe.form, capacity)
-        tensors, quantise = compensated(decoder, tensors, recipe, calibration)
-    return write_decoder(
-        checkpoint,
-        folder,
-        stem="draft",
-        precision=recipe.name,
-        capacity=capacity,
-        quantise=quantise,
-        tensors=tensors,
-    )
+    return write_recipe(checkpoint, folder, recipe, calibration, stem="draft", capacity=capacity)
 
 
 def _told(progress: Progress, phase: str, before: int = 0, of: int | None = None) -> Callable[[int, int], None]:

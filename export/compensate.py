@@ -6,16 +6,16 @@ needs all layers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.checkpoint import Tensors
+from specedge.export.checkpoint import ReplacedTensors, Tensors
 from specedge.export.folding import FoldedTensors
-from specedge.export.layers import Decoder
+from specedge.export.layers import Decoder, linear_layers
 from specedge.export.texts import Text
 from specedge.quant.compensate import automatic, compensate
 from specedge.quant.formats import EMBEDDING, HEAD, grid_for
@@ -82,13 +82,16 @@ def compensated(
         decoder.dimensions,
         decoder.form,
         given,
-        {name: quantise(name, weight, bias) for name, weight, bias in decoder.linear_layers(given)},
+        {
+            name: quantise(name, weight, bias)
+            for name, weight, bias in linear_layers(decoder.family, decoder.dimensions, given)
+        },
         calibration.texts,
         target=tensors,
         settings=settings,
         progress=progress,
     )
-    return _Replaced(given, distilled.norms), _Stored(distilled.layers)
+    return ReplacedTensors(given, distilled.norms), _Stored(distilled.layers)
 
 
 class _Compensating:
@@ -125,26 +128,6 @@ class _Stored:
 
     def __call__(self, name: str, weight: Matrix, bias: Matrix | None) -> Layer:
         return self._layers[name]
-
-
-class _Replaced:
-    """Tensors, some of them replaced."""
-
-    def __init__(self, tensors: Tensors, replaced: Mapping[str, Matrix]) -> None:
-        self._tensors = tensors
-        self._replaced = replaced
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __getitem__(self, name: str) -> Matrix:
-        return self._replaced[name] if name in self._replaced else self._tensors[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors.shape(name)
 
 
 def _resolved(recipe: Recipe) -> tuple[Method, ...]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.checkpoint import Tensors
+from specedge.export.checkpoint import ReplacedTensors, Tensors
 from specedge.export.texts import Text
 from specedge.export.torch_decoder import NORM, TorchDecoder, plain_layers
 from specedge.export.torch_layer import BIAS, DOWN, SCALE, SHIFT, UP, TorchLayer
@@ -169,7 +169,7 @@ class _Models:
     def draft(self, norms: Mapping[str, Matrix], layers: Mapping[str, Layer]) -> TorchDecoder:
         """The draft as it would be stored, in fp32."""
         made = {name: TorchLayer(layer, self.form) for name, layer in layers.items()}
-        return TorchDecoder.build(self.family, self.sizes, _Changed(self.tensors, norms), made)
+        return TorchDecoder.build(self.family, self.sizes, ReplacedTensors(self.tensors, norms), made)
 
     def student(self, layers: Mapping[str, Layer], free: Collection[str], dtype: Any) -> TorchDecoder:
         """The draft with its free numbers."""
@@ -367,22 +367,3 @@ def _check(texts: Sequence[Text]) -> None:
     for number, text in enumerate(texts, start=1):
         if not text.prompt or not text.answer:
             raise UsageError(f"text {number}: its {'prompt' if not text.prompt else 'answer'} is empty; leave it out")
-
-
-class _Changed:
-    """Tensors, some of them changed."""
-
-    def __init__(self, tensors: Tensors, changed: Mapping[str, Matrix]) -> None:
-        self._tensors, self._changed = tensors, changed
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __getitem__(self, name: str) -> Matrix:
-        return self._changed[name] if name in self._changed else self._tensors[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors.shape(name))

@@ -19,7 +19,7 @@ from specedge.quant.formats import EMBEDDING, HEAD, Format, nearest
 from specedge.quant.layer import Quantiser
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["COSINES", "SINES", "Attention", "Decoder", "read_decoder"]
+__all__ = ["COSINES", "SINES", "Attention", "Decoder", "linear_layers", "read_decoder"]
 
 COSINES = "cos_cache"
 SINES = "sin_cache"
@@ -76,31 +76,8 @@ class Decoder:
         names = self.family
         weights.add(_attention_norm(layer), source.tensor(names.attention_norm).astype(self.form.dtype))
         weights.add(_mlp_norm(layer), source.tensor(names.mlp_norm).astype(self.form.dtype))
-        for module, weight, bias in self._linear_layers(source):
+        for module, weight, bias in _of_layer(source, self.dimensions):
             self.linears.store(weights, module, quantise(module, weight, bias))
-
-    def linear_layers(self, tensors: Tensors) -> Iterator[tuple[str, Matrix, Matrix | None]]:
-        """Name, weight and bias of every linear layer, as `store` gives them to a quantiser."""
-        names, sizes = self.family, self.dimensions
-        yield EMBEDDING, tensors[names.embedding], None
-        if not sizes.tied:
-            yield HEAD, tensors[names.head], None
-        for layer in range(sizes.layers):
-            yield from self._linear_layers(_Layer(names, tensors, layer))
-
-    def _linear_layers(self, source: _Layer) -> Iterator[tuple[str, Matrix, Matrix | None]]:
-        names, sizes = self.family, self.dimensions
-        # One product for q, k and v reads the rows once, and GroupQueryAttention takes them packed.
-        qkv = (names.q, names.k, names.v)
-        for name, modules, bias in (
-            ("self_attn.qkv_proj", qkv, sizes.qkv_bias),
-            ("self_attn.o_proj", (names.output,), sizes.output_bias),
-            ("mlp.gate_proj", (names.gate,), sizes.mlp_bias),
-            ("mlp.up_proj", (names.up,), sizes.mlp_bias),
-            ("mlp.down_proj", (names.down,), sizes.mlp_bias),
-        ):
-            joined = source.joined(modules, "bias") if bias else None
-            yield _module(source.layer, name), source.joined(modules, "weight"), joined
 
     def run(self, graph: GraphBuilder, ids: str, attention: Attention, hidden: str | None = None) -> str:
         """Adds all layers.
@@ -174,6 +151,30 @@ class _Layer:
         """The modules' tensors, one above the other."""
         parts = [self.tensor(module, kind) for module in modules]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def linear_layers(family: Family, sizes: Dimensions, tensors: Tensors) -> Iterator[tuple[str, Matrix, Matrix | None]]:
+    """Name, weight and bias of every linear layer, as `Decoder.store` gives them to a quantiser."""
+    yield EMBEDDING, tensors[family.embedding], None
+    if not sizes.tied:
+        yield HEAD, tensors[family.head], None
+    for layer in range(sizes.layers):
+        yield from _of_layer(_Layer(family, tensors, layer), sizes)
+
+
+def _of_layer(source: _Layer, sizes: Dimensions) -> Iterator[tuple[str, Matrix, Matrix | None]]:
+    names = source.names
+    # One product for q, k and v reads the rows once, and GroupQueryAttention takes them packed.
+    qkv = (names.q, names.k, names.v)
+    for name, modules, bias in (
+        ("self_attn.qkv_proj", qkv, sizes.qkv_bias),
+        ("self_attn.o_proj", (names.output,), sizes.output_bias),
+        ("mlp.gate_proj", (names.gate,), sizes.mlp_bias),
+        ("mlp.up_proj", (names.up,), sizes.mlp_bias),
+        ("mlp.down_proj", (names.down,), sizes.mlp_bias),
+    ):
+        joined = source.joined(modules, "bias") if bias else None
+        yield _module(source.layer, name), source.joined(modules, "weight"), joined
 
 
 def _module(layer: int, name: str) -> str:

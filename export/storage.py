@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from specedge.export.checkpoint import Checkpoint
-from specedge.export.decoder import write_decoder
 from specedge.export.drafts import DraftPlan
 from specedge.export.layers import read_decoder
 from specedge.export.options import Progress
+from specedge.export.recipes import write_recipe
 from specedge.export.texts import Text
 from specedge.quant.recipe import Method, Recipe
 from specedge.runtime.bundle import GraphSpec
@@ -108,28 +108,19 @@ class Storage:
     def _write(
         self, checkpoint: Checkpoint, folder: Path, where: str, recipe: Recipe, calibration: TextCalibration | None
     ) -> GraphSpec:
-        tensors = quantise = None
-        if recipe.calibrated:
-            from specedge.export.compensate import compensated
-
-            assert calibration is not None
-            decoder = read_decoder(checkpoint, recipe.form, self.capacity)
-            tensors, quantise = compensated(
-                decoder, checkpoint.tensors, recipe, calibration, seed=self.seed, progress=self._calibrating
-            )
         is_target = where == "onnx"
-        spec = write_decoder(
+        spec = write_recipe(
             checkpoint,
             folder / where,
+            recipe,
+            calibration,
             stem="target" if is_target else "draft",
-            precision=recipe.name,
             capacity=self.capacity,
             device=self.device,
-            standard=is_target,
             draft=not is_target,
-            quantise=quantise,
-            tensors=tensors,
+            seed=self.seed,
             on_tensor=self.on_tensor,
+            progress=self._calibrating,
         )
         return replace(spec, file=f"{where}/{spec.file}")
 

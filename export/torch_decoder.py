@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specedge.export.checkpoint import Tensors
+from specedge.export.layers import linear_layers
 from specedge.export.rope import rotary_tables
 from specedge.export.torch_layer import TorchLayer
 from specedge.models import Dimensions, Family
@@ -146,20 +147,4 @@ def norm_names(family: Family, sizes: Dimensions) -> list[str]:
 
 def plain_layers(family: Family, sizes: Dimensions, tensors: Tensors) -> dict[str, Layer]:
     """The linear layers of a model in floats, by the names they are stored under."""
-    layers = {EMBEDDING: Layer(tensors[family.embedding])}
-    if not sizes.tied:
-        layers[HEAD] = Layer(tensors[family.head])
-    modules = {
-        "self_attn.qkv_proj": ((family.q, family.k, family.v), sizes.qkv_bias),
-        "self_attn.o_proj": ((family.output,), sizes.output_bias),
-        "mlp.gate_proj": ((family.gate,), sizes.mlp_bias),
-        "mlp.up_proj": ((family.up,), sizes.mlp_bias),
-        "mlp.down_proj": ((family.down,), sizes.mlp_bias),
-    }
-    for layer in range(sizes.layers):
-        prefix = family.layer.format(layer=layer)
-        for name, (parts, biased) in modules.items():
-            weight = np.concatenate([tensors[f"{prefix}{part}.weight"] for part in parts])
-            bias = np.concatenate([tensors[f"{prefix}{part}.bias"] for part in parts]) if biased else None
-            layers[f"model.layers.{layer}.{name}"] = Layer(weight, bias)
-    return layers
+    return {name: Layer(weight, bias) for name, weight, bias in linear_layers(family, sizes, tensors)}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from specedge.export.checkpoint import Checkpoint, Tokenizer
 
-__all__ = ["TINY", "MemoryTensors", "forward", "memory_checkpoint", "random_tree", "session"]
+__all__ = ["LLAMA3", "TINY", "MemoryTensors", "forward", "memory_checkpoint", "random_tree", "session"]
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -28,6 +28,15 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 128,
     "hidden_act": "silu",
     "tie_word_embeddings": True,
+}
+
+# Llama 3.1's scaling of the rotation, for short contexts.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from specedge.export.compensate import compensated
 from specedge.export.decoder import write_decoder
-from specedge.export.layers import read_decoder
+from specedge.export.layers import linear_layers, read_decoder
 from specedge.export.prepare import prepare_calibration
 from specedge.quant.formats import nearest
 from specedge.quant.grid import Rounded
@@ -73,7 +73,7 @@ def test_each_layer_is_compensated_on_its_own_moments(model):
     tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration)
     assert tensors is checkpoint.tensors
     plain = nearest(recipe.form, 2)
-    for name, weight, bias in decoder.linear_layers(tensors):
+    for name, weight, bias in linear_layers(decoder.family, decoder.dimensions, tensors):
         layer, other = quantise(name, weight, bias), plain(name, weight, bias)
         assert isinstance(layer.weight, Rounded)
         tied = name == "model.embed_tokens" and decoder.dimensions.tied
@@ -90,7 +90,8 @@ def test_static_steps_come_without_any_method(model):
     recipe = parse_recipe("int8-static")
     decoder = read_decoder(checkpoint, recipe.form, 64)
     tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration)
-    name, weight, bias = next(layer for layer in decoder.linear_layers(tensors) if layer[0].endswith("down_proj"))
+    layers = linear_layers(decoder.family, decoder.dimensions, tensors)
+    name, weight, bias = next(layer for layer in layers if layer[0].endswith("down_proj"))
     step = quantise(name, weight, bias).step
     assert step is not None
     assert 0 < step <= calibration[name].largest.max() / 127 * 1.01
@@ -108,7 +109,7 @@ def test_distillation_is_given_the_texts_and_all_layers(model, monkeypatch):
 
     monkeypatch.setattr("specedge.export.distil.distil", distil)
     tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration, seed=3, steps=5)
-    names = [name for name, _, _ in decoder.linear_layers(checkpoint.tensors)]
+    names = [name for name, _, _ in linear_layers(decoder.family, decoder.dimensions, checkpoint.tensors)]
     assert list(seen["layers"]) == names
     assert seen["texts"] == calibration.texts
     assert seen["target"] is checkpoint.tensors

@@ -10,7 +10,7 @@ import pytest
 from specedge.export.checkpoint import Checkpoint, Tokenizer
 from specedge.export.decoder import write_decoder
 from specedge.tests.export.graphs import Speculative
-from specedge.tests.reference import MemoryTensors
+from specedge.tests.reference import LLAMA3, MemoryTensors
 
 pytest.importorskip("onnx")
 torch = pytest.importorskip("torch")
@@ -18,13 +18,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.both
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -17,17 +17,10 @@ from specedge.models import find_family, read_dimensions
 from specedge.quant.grid import Grid, round_nearest
 from specedge.quant.layer import Layer, LowRank, effective_weight
 from specedge.quant.recipe import parse_recipe
-from specedge.tests.reference import forward, memory_checkpoint, session
+from specedge.tests.reference import LLAMA3, forward, memory_checkpoint, session
 
 torch = pytest.importorskip("torch")
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 GRIDS = {
     "int8 rows": Grid("integer", 8, narrow=True),
     "int8 blocks": Grid("integer", 8, 32, scale_dtype="float16"),
