@@ -22,7 +22,6 @@ from specedge.export.compensate import TextCalibration
 from specedge.export.graphs import check_recipes
 from specedge.export.memory import count_parameters
 from specedge.export.options import ExportOptions, Progress
-from specedge.export.pass_times import PAST
 from specedge.export.pipeline import export
 from specedge.export.prepare import prepare_calibration
 from specedge.export.recipes import write_recipe
@@ -35,6 +34,7 @@ from specedge.quant.recipe import Recipe
 from specedge.runtime.bundle import Bundle, FileEntry, GraphSpec, hash_file, open_bundle, write_manifest
 from specedge.runtime.errors import UnsupportedModelError, UsageError
 from specedge.runtime.graph import Decoder, cache_shape
+from specedge.runtime.pass_times import PAST
 from specedge.runtime.prompts import Prompt
 from specedge.runtime.text import Text as Tokenizer
 

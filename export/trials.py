@@ -12,10 +12,10 @@ from typing import Any
 
 from specedge.export.agreement import DRAFT_LENGTHS, Agreement, TargetLogits
 from specedge.export.memory import release_memory
-from specedge.export.pass_times import pass_times, verify_times
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.errors import SpecEdgeError
 from specedge.runtime.graph import Decoder
+from specedge.runtime.pass_times import pass_times
 
 __all__ = ["Clock", "Trial", "opened", "run_trial"]
 
@@ -42,12 +42,13 @@ class Clock:
     @classmethod
     def of(cls, target: Decoder, past: int, threads: int | None) -> Clock:
         """Times the target."""
-        return cls(target, past, threads, verify_times(target, DRAFT_LENGTHS, past))
+        [times] = pass_times([target], [1, *(1 + length for length in DRAFT_LENGTHS)], past)
+        return cls(target, past, threads, {width - 1: ms for width, ms in times.items()})
 
     def cost(self, other: Decoder) -> tuple[float, float]:
         """A pass of one row of another model: milliseconds, and over the target's, timed side by side."""
-        target_ms, other_ms = pass_times([self.target, other], self.past)
-        return other_ms, other_ms / target_ms
+        own, others = pass_times([self.target, other], past=self.past)
+        return others[1], others[1] / own[1]
 
     def estimate(self, tau: Mapping[int, float | None], cost: float) -> tuple[int, float]:
         """The best draft length, and the speed-up over plain decoding that it promises.

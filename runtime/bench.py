@@ -20,8 +20,10 @@ import specedge
 from specedge.runtime.bench_report import OTHER_BUNDLE, PLAIN, summarise, table, write_result
 from specedge.runtime.errors import UsageError
 from specedge.runtime.events import Finish
+from specedge.runtime.graph import Decoder
 from specedge.runtime.options import DEFAULT_DRAFT_LENGTH, Options
 from specedge.runtime.overhead import loop_cost
+from specedge.runtime.pass_times import compare_passes
 from specedge.runtime.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
@@ -80,15 +82,14 @@ def run(
         progress: Told of each answer.
 
     Returns:
-        What `specedge bench --out` writes; the docstrings of `bench_report.summarise` and
-        `overhead.loop_cost` define the numbers.
+        What `specedge bench --out` writes; `bench_report.summarise`, `overhead.loop_cost` and
+        `pass_times.compare_passes` define the numbers.
 
     Raises:
         UsageError: A bad prompt file, an unknown method, a baseline of another model.
         BundleError: A bundle that cannot be opened.
     """
     from specedge.runtime.engine import Engine
-    from specedge.runtime.providers import default_threads
 
     if isinstance(prompts, (str, os.PathLike)):
         prompts = read_prompts(Path(prompts), limit)
@@ -100,8 +101,7 @@ def run(
         asked = _fitting(engines, prompts, max_tokens)
         replies = _measure(contenders, [ids for _, ids in asked], progress)
         return {
-            **_facts(engines[0]),
-            "threads": default_threads() if threads is None else threads,
+            **_facts(engines[0], threads),
             "prompts": len(asked),
             "skipped": len(prompts) - len(asked),
             "max_tokens": max_tokens,
@@ -109,6 +109,7 @@ def run(
             **({"draft_lengths": draft_lengths} if draft_lengths else {}),
             "methods": summarise([prompt.category for prompt, _ in asked], replies),
             "loop": loop_cost(engines[0]),
+            "passes": compare_passes(_graphs(contenders)),
             "notes": _notes(replies),
             **_circumstances(load),
         }
@@ -136,6 +137,16 @@ def _contenders(
             raise UsageError(f"{folder}: a bundle of another model (its tokenizer differs); give one of the same model")
         contenders.append(_Contender(name, other, replace(options, method=PLAIN)))
     return contenders
+
+
+def _graphs(contenders: Sequence[_Contender]) -> dict[str, Decoder]:
+    """The speculative graphs that took part, by the contender that runs them; plain decoding's is the target."""
+    graphs = {}
+    for contender in contenders:
+        model = contender.engine.model(contender.options.method or PLAIN)
+        if isinstance(model, Decoder):
+            graphs[contender.name] = model
+    return graphs
 
 
 def _vocabulary(engine: Engine) -> tuple[int, str]:
@@ -181,9 +192,16 @@ def _measure(
     return replies
 
 
-def _facts(engine: Engine) -> dict[str, str]:
+def _facts(engine: Engine, threads: int | None) -> dict[str, Any]:
+    from specedge.runtime.providers import default_threads
+
     manifest = engine.manifest
-    return {"model": manifest.name, "precision": manifest.target.precision, "device": manifest.device}
+    return {
+        "model": manifest.name,
+        "precision": manifest.target.precision,
+        "device": manifest.device,
+        "threads": default_threads() if threads is None else threads,
+    }
 
 
 def _notes(replies: Mapping[str, Sequence[Finish]]) -> list[str]:

@@ -11,9 +11,11 @@ import numpy as np
 
 from specedge.runtime.events import Finish
 from specedge.runtime.files import write_text
+from specedge.runtime.pass_times import PAST
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 __all__ = ["OTHER_BUNDLE", "PLAIN", "summarise", "table", "write_result"]
 
@@ -113,6 +115,7 @@ def table(result: Mapping[str, Any]) -> Group:
     for category in next(iter(methods.values()))["categories"]:
         blocks = [block["categories"][category] for block in methods.values()]
         by_category.add_row(escape(category), *(f"{_times(one)} ({_number(one['tau'])})" for one in blocks))
+    passes = [_passes_table(result["passes"])] if result["passes"] else []
     notes = [*result["notes"]]
     if loop := result["loop"]:
         notes.append(
@@ -121,7 +124,22 @@ def table(result: Mapping[str, Any]) -> Group:
         )
     if result["skipped"]:
         notes.append(f"{result['skipped']} prompts skipped: too long for the context")
-    return Group(overall, by_category, *(Text(note) for note in notes))
+    return Group(overall, by_category, *passes, *(Text(note) for note in notes))
+
+
+def _passes_table(passes: Mapping[str, Mapping[str, Any]]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    widths = list(next(iter(passes.values()))["ms"])
+    shown = Table(title=f"ms of a pass of {', '.join(widths)} rows, {PAST} behind it")
+    for heading in ("graph of", "format", *widths, "of target", "8 rows / 1"):
+        shown.add_column(heading, justify="left" if heading in ("graph of", "format") else "right")
+    for name, block in passes.items():
+        times = [f"{ms:.1f}" for ms in block["ms"].values()]
+        ratios = [_number(block[key]) for key in ("of_target", "growth")]
+        shown.add_row(escape(name), escape(block["precision"]), *times, *ratios)
+    return shown
 
 
 def _cells(block: Mapping[str, Any]) -> list[str]:

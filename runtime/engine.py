@@ -189,6 +189,13 @@ class Engine:
     ) -> None:
         self.close()
 
+    def model(self, method: str) -> Target | None:
+        """The graph that a method adds, as `methods` names it; the target for "none".
+
+        None where it has none, or has not been used yet.
+        """
+        return self.target if method == "none" else getattr(self._drafters.get(method), "model", None)
+
     @property
     def _first_draft(self) -> str | None:
         return next((method for method in self.methods if method.startswith("draft:")), None)

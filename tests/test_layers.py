@@ -25,7 +25,7 @@ PROJECT = {
     "export": {
         "export", "models", "quant",
         "runtime.errors", "runtime.contracts", "runtime.bundle", "runtime.graph", "runtime.growing", "runtime.tree",
-        "runtime.prompts", "runtime.providers", "runtime.text",
+        "runtime.pass_times", "runtime.prompts", "runtime.providers", "runtime.text",
     },
     "train": {"train", "models", "quant", "export", "runtime.errors", "runtime.contracts", "runtime.bundle"},
     "runtime": {"runtime"},

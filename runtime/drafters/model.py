@@ -34,19 +34,19 @@ class ModelDrafter:
     def __init__(self, name: str, target: Target, sample: bool = False) -> None:
         self.name = name
         self.sample = sample
-        self._model = target
+        self.model = target
         self._base = 0  # rows before it hold tokens that were committed when they were run
         self._drafted: list[int] = []  # tokens of the rows from there on
 
     def propose(self, context: Context, budget: int) -> Draft:
         """See `contracts.Drafter`. Near the end of the draft model's cache there are fewer nodes, or none."""
         tokens = list(context.tokens)
-        budget = min(budget, self._model.capacity - len(tokens) + 1)
+        budget = min(budget, self.model.capacity - len(tokens) + 1)
         if budget < 1:
             return EMPTY_DRAFT
         self._keep_valid(tokens)
         self._base, self._drafted = len(tokens), []
-        return draft_chain(self._model, context, budget, self.sample, self._drafted)
+        return draft_chain(self.model, context, budget, self.sample, self._drafted)
 
     def observe(self, context: Context, verdict: Verdict) -> None:
         """See `contracts.Drafter`. Rows of rejected tokens are forgotten; accepted ones stay."""
@@ -54,23 +54,23 @@ class ModelDrafter:
 
     def rewind(self, length: int) -> None:
         """See `contracts.Drafter`."""
-        self._model.rewind(min(self._model.length, length))
+        self.model.rewind(min(self.model.length, length))
         del self._drafted[max(length - self._base, 0) :]
         self._base = min(self._base, length)
 
     def close(self) -> None:
         """Frees the model."""
-        close = getattr(self._model, "close", None)
+        close = getattr(self.model, "close", None)
         if close is not None:
             close()
 
     def _keep_valid(self, tokens: Sequence[int]) -> None:
         """Rewinds to the rows that hold committed tokens, without the newest."""
-        valid = min(self._model.length, self._base)
-        while valid < min(self._model.length, len(tokens)) and self._drafted[valid - self._base] == tokens[valid]:
+        valid = min(self.model.length, self._base)
+        while valid < min(self.model.length, len(tokens)) and self._drafted[valid - self._base] == tokens[valid]:
             valid += 1
         self._base, self._drafted = valid, []
-        self._model.rewind(min(valid, len(tokens) - 1))
+        self.model.rewind(min(valid, len(tokens) - 1))
 
 
 def draft_chain(model: Target, context: Context, budget: int, sample: bool, drafted: list[int]) -> Draft:

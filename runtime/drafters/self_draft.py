@@ -25,15 +25,15 @@ class SelfDrafter:
     def __init__(self, name: str, model: Decoder, sample: bool = False) -> None:
         self.name = name
         self.sample = sample
-        self._model = model
+        self.model = model
 
     def propose(self, context: Context, budget: int) -> Draft:
         """See `contracts.Drafter`. The target's cache holds all of the context but its newest token."""
-        budget = min(budget, self._model.capacity - len(context.tokens) + 1)
+        budget = min(budget, self.model.capacity - len(context.tokens) + 1)
         if budget < 1:
             return EMPTY_DRAFT
-        self._model.follow(len(context.tokens) - 1)
-        return draft_chain(self._model, context, budget, self.sample, [])
+        self.model.follow(len(context.tokens) - 1)
+        return draft_chain(self.model, context, budget, self.sample, [])
 
     def observe(self, context: Context, verdict: Verdict) -> None:
         """See `contracts.Drafter`; there is nothing to keep."""
@@ -43,4 +43,4 @@ class SelfDrafter:
 
     def close(self) -> None:
         """Frees the model."""
-        self._model.close()
+        self.model.close()

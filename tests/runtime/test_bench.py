@@ -58,6 +58,9 @@ class FakeEngine:
             raise UsageError(f"method {method!r} is not in {self.folder}")
         return resolved
 
+    def model(self, method: str) -> None:
+        return None
+
     def reset(self) -> None:
         self.fresh = True
 

@@ -182,7 +182,7 @@ def test_a_draft_of_the_target_works_in_its_cache(engine):
     """It runs no prompt: after a long one its first draft costs what any other does, and rows are the target's own."""
     first = collect(engine.generate(PROMPT, FREE, method="draft:self-int8"))[1]
     drafter = engine._drafters["draft:self-int8"]
-    assert drafter._model.pool is engine.target.pool
+    assert drafter.model.pool is engine.target.pool
     pool = engine.target.pool[:, :, :, : engine.target.length].copy()
     engine.reset()
     engine.target.forward([*first.prompt_ids, *first.ids[:-1]])
@@ -204,7 +204,7 @@ def test_a_draft_with_a_cache_of_its_own_catches_up(engine, tiny_bundle, tmp_pat
                 assert finish.ids == expected.ids
                 assert finish.stats.notes == ()
                 assert finish.stats.accepted > 0
-        assert separate._drafters["draft:self-int8"]._model.pool is not separate.target.pool
+        assert separate._drafters["draft:self-int8"].model.pool is not separate.target.pool
 
 
 def test_the_context_is_never_passed(tiny_bundle):
