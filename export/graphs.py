@@ -14,7 +14,7 @@ from specedge.export.drafts import DraftPlan
 from specedge.export.gguf_blocks import kept_bytes, rounded_tensors
 from specedge.export.interop import STANDARD_GRAPH
 from specedge.export.layer_draft import check_layers
-from specedge.export.memory import Estimate, count_parameters, estimate
+from specedge.export.memory import Estimate, count_parameters, estimate, stored_bytes
 from specedge.export.options import ExportOptions, Progress
 from specedge.export.storage import Storage
 from specedge.models import find_family, read_dimensions
@@ -139,7 +139,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, re
             check_layers(checkpoint, plan.layers)
     calibrated = target.calibrated or any(plan.calibrated for plan in drafts)
     calibration = _prepared(checkpoint, options, capacity, report) if calibrated else None
-    estimated = _estimate(checkpoint, target, drafts, own, options, torch=torch and options.verify)
+    estimated = _estimate(checkpoint, target, drafts, models, options, torch=torch and options.verify)
     return Plan(checkpoint, family, target, drafts, models, capacity, estimated, options, calibration)
 
 
@@ -170,23 +170,38 @@ def _estimate(
     checkpoint: Checkpoint,
     target: Recipe,
     drafts: Sequence[DraftPlan],
-    own: Sequence[Recipe],
+    models: Mapping[str, Checkpoint],
     options: ExportOptions,
     *,
     torch: bool,
 ) -> Estimate:
-    keeps = any(recipe.form.name == "gguf" for recipe in own)
-    tied = "lm_head.weight" if checkpoint.config.get("tie_word_embeddings") else None
-    parameters, largest = count_parameters(checkpoint.tensors, tied)
+    parameters, largest = count_parameters(checkpoint.tensors, _tied_head(checkpoint))
     return estimate(
         parameters,
         largest,
-        target.form,
-        [plan.recipe.form for plan in drafts],
+        _stored(checkpoint, target),
+        [_stored(models.get(plan.name, checkpoint), plan.recipe, plan.layers) for plan in drafts],
         check=options.verify,
         torch=torch,
-        kept=kept_bytes(rounded_tensors(checkpoint.tensors, checkpoint.name), tied) if keeps else None,
     )
+
+
+def _stored(checkpoint: Checkpoint, recipe: Recipe, layers: int = 0) -> int:
+    """Bytes of a model's weights; of so many layers of it and both ends of its vocabulary, unless 0."""
+    tied = _tied_head(checkpoint)
+    if recipe.form.name == "gguf":
+        return kept_bytes(rounded_tensors(checkpoint.tensors, checkpoint.name), tied)
+    parameters, largest = count_parameters(checkpoint.tensors, tied)
+    if layers:
+        sizes = read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config)
+        ends = largest if sizes.tied else 2 * largest
+        parameters = ends + (parameters - ends) * layers // sizes.layers
+    return stored_bytes(parameters, largest, recipe.form)
+
+
+def _tied_head(checkpoint: Checkpoint) -> str | None:
+    """The tensor that repeats the embedding, if there is one."""
+    return "lm_head.weight" if checkpoint.config.get("tie_word_embeddings") else None
 
 
 def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,14 +72,7 @@ def _bytes_each(grid: Grid | None, form: Format) -> float:
 
 
 def estimate(
-    parameters: int,
-    largest: int,
-    target: Format,
-    drafts: list[Format],
-    *,
-    check: bool,
-    torch: bool,
-    kept: int | None = None,
+    parameters: int, largest: int, stored: int, drafted: Sequence[int], *, check: bool, torch: bool
 ) -> Estimate:
     """Estimates disk and peak memory.
 
@@ -87,18 +81,12 @@ def estimate(
     again while it is read.
 
     Args:
-        parameters, largest: From `count_parameters`.
-        target, drafts: Number formats.
+        parameters, largest: Of the target, from `count_parameters`.
+        stored: Bytes of the target's weights as they will be stored (`stored_bytes`).
+        drafted: The same of each draft.
         check: Whether the graphs will be run.
         torch: Whether PyTorch will be run.
-        kept: Bytes of the weights as the checkpoint's file has them, where "gguf" keeps them.
     """
-
-    def size(form: Format) -> int:
-        return kept if form.name == "gguf" and kept is not None else stored_bytes(parameters, largest, form)
-
-    stored = size(target)
-    drafted = [size(form) for form in drafts]
     peaks = [_BASE + 3 * 4 * largest]
     if check:
         peaks.append(_BASE + 2 * max([stored, *drafted]))

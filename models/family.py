@@ -12,6 +12,7 @@ from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 __all__ = ["Dimensions", "Family", "read_dimensions"]
 
 _LARGEST = 1 << 31
+_HEAD_STEP = 16  # half a head is rotated in vectors of 8
 _NO_DEFAULT = object()
 
 
@@ -125,6 +126,11 @@ def read_dimensions(family: Family, config: Mapping[str, Any]) -> Dimensions:
     head_dim = _count(config, "head_dim", hidden_size // heads)
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim {head_dim} is odd, so it cannot be rotated in halves")
+    if head_dim % _HEAD_STEP:
+        raise UnsupportedModelError(
+            f"config.json: head_dim {head_dim} is no multiple of {_HEAD_STEP}, and ONNX Runtime's attention rotates "
+            "no other heads"
+        )
     scaling = config.get("rope_scaling")
     if scaling is not None and not isinstance(scaling, Mapping):
         raise CheckpointError(f"config.json: rope_scaling is {scaling!r} where an object belongs")

@@ -10,8 +10,10 @@ import pytest
 
 from specedge.export.checkpoint import Tokenizer
 from specedge.export.draft_model import check_same_tokens
+from specedge.export.graphs import make_plan
 from specedge.export.options import ExportOptions
 from specedge.export.pipeline import export
+from specedge.export.sources import resolve
 from specedge.runtime.bundle import open_bundle
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import CheckpointError, SpecEdgeError, UsageError
@@ -49,12 +51,24 @@ def home(tmp_path_factory):
     return home
 
 
-@pytest.fixture(scope="module")
-def bundle(home):
+def options_of(home):
     drafts = [f"{home / name}:fp32" for name in ("same", "short", "wide", "narrow", "small.gguf")]
     drafts += [f"{home / 'same'}:int4", "layers-3", "layers-2:fp32", "layers-1:int4"]
-    export(str(home / "target"), home / "bundle", ExportOptions(drafts=tuple(drafts), capacity=256))
+    return ExportOptions(drafts=tuple(drafts), capacity=256)
+
+
+@pytest.fixture(scope="module")
+def bundle(home):
+    export(str(home / "target"), home / "bundle", options_of(home))
     return home / "bundle"
+
+
+def test_the_size_is_known_beforehand(home, bundle):
+    drafts = open_bundle(bundle).manifest.drafts
+    estimate = make_plan(resolve(str(home / "target")), options_of(home), torch=False).estimate
+    assert estimate.drafts == pytest.approx(
+        sum(spec.weight_bytes for spec in drafts.values()), rel=0.2
+    )  # pages of 4096 bytes count in files so small
 
 
 def test_what_the_manifest_says(bundle):

@@ -65,7 +65,11 @@ def test_a_broken_config_is_named(changes, message):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"hidden_act": "gelu"}, "hidden_act 'gelu'"), ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5")],
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"head_dim": 24}, "head_dim 24 is no multiple of 16"),
+    ],
 )
 def test_another_computation_is_refused(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
