@@ -87,7 +87,7 @@ def main() -> None:
 @click.option(
     "--precision", help="A recipe: fp32, fp16, int8, int4:b32:sym+gptq … [default: fp32 on a CPU, fp16 on CUDA]"
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or tensorrt.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option(
     "--draft",
     "drafts",
@@ -300,6 +300,8 @@ def compare_compensation(model: str, prompts: Path, out: Path | None, picture: P
 
     for path in filter(None, (out, picture)):
         check_writable(path)
+    if out is not None and picture is not None and out.resolve() == picture.resolve():
+        raise click.UsageError(f"{out}: --out and --plot name one file; give two")
     for name in ("formats", "methods"):
         if chosen[name] is not None:
             chosen[name] = tuple(part.strip() for part in chosen[name].split(",") if part.strip())

@@ -41,6 +41,7 @@ _VERSION = 1
 _INDEX, _TEXTS = "calibration.json", "texts.json"
 _PEAKS = 5  # quantiles
 _LARGEST_INDEX, _LARGEST_TEXTS = 16 << 20, 256 << 20  # bytes
+_LARGEST_HEADER = 4096  # of a .npy file
 _SAMPLES = 4096
 
 
@@ -173,6 +174,8 @@ def load_calibration(
         raise UsageError(f"{folder}: a calibration on other texts (prompts, seed or length); give another folder")
     if {site.names: site.width for site in saved} != {site.names: site.width for site in sites}:
         raise _damaged(folder / _INDEX, ValueError("its layers are not the model's"))
+    for site in saved:
+        _check_size(folder / site.file, site.size)
     return SavedCalibration(folder, _read_texts(folder / _TEXTS, vocab_size), saved)
 
 
@@ -265,6 +268,16 @@ def _write_index(folder: Path, texts: Sequence[Text], sites: Sequence[_SavedSite
     written = [[list(text.prompt), list(text.answer)] for text in texts]
     (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     (folder / _TEXTS).write_text(json.dumps(written), encoding="utf-8")
+
+
+def _check_size(path: Path, size: int) -> None:
+    """A file cut short is known before minutes of work."""
+    try:
+        found = path.stat().st_size
+        if not 4 * size < found <= 4 * size + _LARGEST_HEADER:
+            raise ValueError(f"{found} bytes where about {4 * size} belong")
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from None
 
 
 def _read_numbers(path: Path, size: int) -> NDArray[np.float32]:

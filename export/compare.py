@@ -23,7 +23,7 @@ from specedge.export.graphs import check_recipes
 from specedge.export.memory import count_parameters
 from specedge.export.options import ExportOptions, Progress
 from specedge.export.pipeline import export
-from specedge.export.prepare import prepare_calibration
+from specedge.export.prepare import PreparedCalibration, prepare_calibration
 from specedge.export.recipes import write_recipe
 from specedge.export.sources import resolve
 from specedge.export.trials import Clock, Trial, opened, run_trial
@@ -92,10 +92,7 @@ def compare(
     """
     chosen = options.choose(prompts)
     checkpoint = resolve(model, revision=options.revision, offline=options.offline, progress=progress)
-    capacity = min(
-        read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config).positions, _ROWS
-    )
-    check_recipes(checkpoint, options.recipes)
+    capacity = _checked(checkpoint, options)
     with (
         TemporaryDirectory(prefix="specedge-compare-") as name,
         prepare_calibration(
@@ -113,6 +110,7 @@ def compare(
         bundle = _exported(model, folder / "bundle", options.precision, capacity, options, progress)
         calibration.use(bundle.folder, bundle.manifest.target)
         asked = _fitting(bundle, chosen, options.max_tokens)
+        _check_apart(asked, calibration)
         result = _header(bundle, chosen, asked, options)
         write = partial(_write, checkpoint, calibration, capacity)
         best = _measured(bundle, plain, [ids for _, ids in asked], write, options, result, progress, save)
@@ -184,7 +182,7 @@ def _write(
     checkpoint: Checkpoint, calibration: TextCalibration, capacity: int, recipe: Recipe, folder: Path
 ) -> GraphSpec:
     """Writes a draft as `specedge export` writes it."""
-    return write_recipe(checkpoint, folder, recipe, calibration, stem="draft", capacity=capacity)
+    return write_recipe(checkpoint, folder, recipe, calibration, stem="draft", capacity=capacity, draft=True)
 
 
 def _told(progress: Progress, phase: str, before: int = 0, of: int | None = None) -> Callable[[int, int], None]:
@@ -332,6 +330,27 @@ def _fitting(bundle: Bundle, prompts: Sequence[Prompt], max_tokens: int) -> list
     if not fitting:
         raise UsageError(f"no prompt leaves room for {max_tokens} tokens in this context; lower max_tokens")
     return fitting
+
+
+def _checked(checkpoint: Checkpoint, options: CompareOptions) -> int:
+    """Rows of the caches; what the model cannot have is refused before any work."""
+    sizes = read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config)
+    target = ExportOptions(options.precision, drafts=("none",)).target
+    check_recipes(checkpoint, (target, *options.recipes))
+    capacity = min(sizes.positions, _ROWS)
+    if options.max_tokens + _SPARE_ROWS >= capacity:
+        raise UsageError(f"max_tokens is {options.max_tokens} in a context of {capacity}: no prompt leaves room for it")
+    return capacity
+
+
+def _check_apart(asked: Sequence[tuple[Prompt, Sequence[int]]], calibration: PreparedCalibration) -> None:
+    """As `CompareOptions.choose`, of a calibration that was made before."""
+    for prompt, ids in asked:
+        if tuple(ids) in calibration.known_prompts:
+            raise UsageError(
+                f"prompt {prompt.question_id} ({prompt.category}) was calibrated on; "
+                "measure on prompts that calibration does not use"
+            )
 
 
 def _check_room(checkpoint: Checkpoint, folder: Path, options: CompareOptions) -> None:

@@ -13,7 +13,7 @@ from specedge.runtime.prompts import Prompt, spread
 __all__ = ["FORMATS", "METHODS", "CompareOptions"]
 
 FORMATS = (
-    "int8", "int8-static", "int8-block", "int4", "int4:b32:sym", "int4:b64:sym", "int4:b64:asym",
+    "int8-rows", "int8-static", "int8-block", "int4", "int4:b32:sym", "int4:b64:sym", "int4:b64:asym",
     "fp8-e4m3", "fp8-e5m2", "int3",
 )  # fmt: skip
 METHODS = (
@@ -26,7 +26,7 @@ class CompareOptions:
     """What to compare.
 
     Attributes:
-        formats, methods: Each format is tried with each method ("none": with none of them).
+        formats, methods: Each format, as a draft's recipe names it, is tried with each method ("none": with none).
         precision: Of the target; None: fp32 on a CPU.
         count: Prompts, spread over the categories.
         max_tokens: Most tokens of an answer.
@@ -56,7 +56,7 @@ class CompareOptions:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}: give 1 or more")
         for form in self.formats:
-            if parse_recipe(form).form.grid is None:
+            if parse_recipe(form, draft=True).form.grid is None:
                 raise UsageError(f"format {form!r} rounds nothing, so there is nothing to compare; leave it out")
         _ = self.recipes  # each is known
 
@@ -82,7 +82,7 @@ class CompareOptions:
         """Formats times methods, each once."""
         pairs = [(form, method) for form in self.formats for method in self.methods]
         names = dict.fromkeys(form if method == "none" else f"{form}+{method}" for form, method in pairs)
-        return tuple(parse_recipe(name) for name in names)
+        return tuple(parse_recipe(name, draft=True) for name in names)
 
 
 def _plainly(text: str) -> str:

@@ -13,10 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.export.checkpoint import ReplacedTensors, Tensors
+from specedge.export.checkpoint import Checkpoint, ReplacedTensors, Tensors
 from specedge.export.folding import FoldedTensors
 from specedge.export.layers import Decoder, linear_layers
 from specedge.export.texts import Text
+from specedge.models import find_family, read_dimensions
 from specedge.quant.compensate import automatic, compensate
 from specedge.quant.formats import EMBEDDING, HEAD, grid_for
 from specedge.quant.grid import round_nearest
@@ -44,6 +45,7 @@ def compensated(
     recipe: Recipe,
     calibration: TextCalibration,
     *,
+    target: Checkpoint | None = None,
     seed: int = 0,
     steps: int | None = None,
     progress: Counter = lambda *_: None,
@@ -55,6 +57,7 @@ def compensated(
         tensors: The checkpoint's.
         recipe: Format and methods.
         calibration: Of this checkpoint; read when a layer is asked for.
+        target: What a draft is distilled from, where that is another checkpoint.
         seed: Of distillation.
         steps: Of distillation; None: its default.
         progress: Told of steps of distillation.
@@ -73,8 +76,12 @@ def compensated(
     quantise = _Compensating(decoder, folded, recipe, calibration)
     if not _has(recipe.methods, "distil"):
         return (tensors if folded is None else folded), quantise
-    from specedge.export.distil import Settings, distil
+    from specedge.export.distil import Settings, Teacher, distil
 
+    teacher = Teacher(decoder.family, decoder.dimensions, tensors)
+    if target is not None:
+        family = find_family(target.config.get("model_type"))
+        teacher = Teacher(family, read_dimensions(family, target.config), target.tensors)
     given: Tensors = tensors if folded is None else folded
     settings = Settings(seed=seed) if steps is None else Settings(seed=seed, steps=steps)
     distilled = distil(
@@ -86,8 +93,8 @@ def compensated(
             name: quantise(name, weight, bias)
             for name, weight, bias in linear_layers(decoder.family, decoder.dimensions, given)
         },
-        calibration.texts,
-        target=tensors,
+        [text for text in calibration.texts if text.prompt and text.answer],
+        teacher=teacher,
         settings=settings,
         progress=progress,
     )

@@ -39,7 +39,7 @@ from specedge.runtime.errors import MissingExtraError, NumericError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FREE", "RATES", "Distilled", "Settings", "distil"]
+__all__ = ["FREE", "RATES", "Distilled", "Settings", "Teacher", "distil"]
 
 Matrix = NDArray[np.float32]
 
@@ -94,6 +94,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """The target, in fp32."""
+
+    family: Family
+    sizes: Dimensions
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
 class Distilled:
     """What came out.
 
@@ -119,19 +128,19 @@ def distil(
     layers: Mapping[str, Layer],
     texts: Sequence[Text],
     *,
-    target: Tensors,
+    teacher: Teacher,
     settings: Settings | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Distilled:
-    """Distils a target into its own rounded copy.
+    """Distils a target into a rounded draft: its own copy, some of its layers, or another model with its tokens.
 
     Args:
-        family, sizes: What both models are.
+        family, sizes: What the draft is.
         form: The draft's number format.
         tensors: The draft's, of which the norms are read (where scales were folded into them, they are others).
         layers: The draft's, by the names they are stored under.
         texts: What the target wrote; at least two.
-        target: The target's tensors.
+        teacher: The target.
         settings: How; None: the defaults.
         progress: Told of steps done and steps in all.
 
@@ -145,7 +154,7 @@ def distil(
     settings = settings or Settings()
     _check(texts)
     learnt, held_out = _split(texts, settings.seed)
-    models = _Models(family, sizes, form, tensors, target)
+    models = _Models(family, sizes, form, tensors, teacher)
     tests = [_Batch.of(held_out[first : first + settings.batch]) for first in range(0, len(held_out), settings.batch)]
     return _train(models, _Judge(models, tests), layers, _batches(learnt, settings), settings, progress)
 
@@ -158,13 +167,13 @@ class _Models:
     sizes: Dimensions
     form: Format
     tensors: Tensors
-    target: Tensors
+    target: Teacher
 
     def teacher(self, dtype: Any = None) -> TorchDecoder:
         """The target; products are computed in `dtype`."""
-        plain = plain_layers(self.family, self.sizes, self.target)
-        layers = {name: TorchLayer(layer, dtype=dtype) for name, layer in plain.items()}
-        return TorchDecoder.build(self.family, self.sizes, self.target, layers)
+        family, sizes, tensors = self.target.family, self.target.sizes, self.target.tensors
+        layers = {name: TorchLayer(layer, dtype=dtype) for name, layer in plain_layers(family, sizes, tensors).items()}
+        return TorchDecoder.build(family, sizes, tensors, layers)
 
     def draft(self, norms: Mapping[str, Matrix], layers: Mapping[str, Layer]) -> TorchDecoder:
         """The draft as it would be stored, in fp32."""
@@ -334,9 +343,11 @@ def _dtype(settings: Settings) -> Any:
 
 
 def _divergence(wanted: Tensor, given: Tensor) -> Tensor:
-    """Mean KL(p || q) of rows of logits, [n, vocab] each."""
+    """Mean KL(p || q) of rows of logits, [n, vocab] each; over the tokens of both, where one is padded wider."""
     from torch.nn.functional import kl_div
 
+    common = min(wanted.shape[-1], given.shape[-1])
+    wanted, given = wanted[:, :common], given[:, :common]
     return kl_div(given.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="batchmean")
 
 

@@ -21,7 +21,7 @@ Draft = Literal["self", "layers", "model"]
 
 _CHOICES = "self-RECIPE (as self-int8), layers-N[:RECIPE], a model or none"
 _LAYERS = re.compile(r"layers-([0-9]+)(?::(.*))?")
-_UNSAFE = re.compile(r"[^A-Za-z0-9._+:@,=-]+")  # what the manifest takes in no name
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+:@=-]+")  # what the manifest takes in no name, and what separates names
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from specedge.export.storage import Storage
 from specedge.models import find_family, read_dimensions
 from specedge.quant.recipe import Recipe, parse_recipe
 from specedge.runtime.bundle import GraphSpec
-from specedge.runtime.errors import UnsupportedModelError, UsageError
+from specedge.runtime.errors import MissingExtraError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from specedge.export.prepare import PreparedCalibration
@@ -133,6 +134,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, re
     own = [target, *(plan.recipe for plan in drafts if plan.kind != "model")]
     if family is not None:
         check_recipes(checkpoint, own)
+        _check_packages([target, *(plan.recipe for plan in drafts)])
     models = {plan.name: _draft_model(plan, checkpoint, options, report) for plan in drafts if plan.kind == "model"}
     for plan in drafts:
         if plan.kind == "layers":
@@ -141,6 +143,13 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, re
     calibration = _prepared(checkpoint, options, capacity, report) if calibrated else None
     estimated = _estimate(checkpoint, target, drafts, models, options, torch=torch and options.verify)
     return Plan(checkpoint, family, target, drafts, models, capacity, estimated, options, calibration)
+
+
+def _check_packages(recipes: Sequence[Recipe]) -> None:
+    """What is missing is told before minutes of work."""
+    distils = any(method.name == "distil" for recipe in recipes for method in recipe.methods)
+    if distils and importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("torch", "train")
 
 
 def _prepared(

@@ -104,7 +104,10 @@ class LayerScorer:
         self._block = block
         cut = list(_shortened(texts, spec.capacity // 2, rows))
         if not cut:
-            raise UsageError("the texts to choose a draft's layers on hold no answers: give some that the target wrote")
+            raise UsageError(
+                f"a draft's layers are chosen on texts of {spec.capacity // 2} tokens, half the capacity, and no "
+                "prompt to calibrate on leaves room for an answer in that; raise --capacity"
+            )
         self._session = _gated_session(path, spec, threads)
         self._lessons = [self._lesson(text) for text in cut]
 

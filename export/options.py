@@ -83,16 +83,26 @@ class ExportOptions:
                 )
         if not is_row_invariant(self.target.form):
             raise UsageError(
-                f"precision {self.target.name!r}: in 4-bit blocks other than 32, what a row gives depends on how many "
+                f"precision {self.target.name!r}: in blocks as large as these, what a row gives depends on how many "
                 "run with it, so that a target could not verify; give b32, or use this recipe for a draft"
             )
+        self._check_calibration()
         if self.drafts is not None and "none" in self.drafts and len(set(self.drafts)) > 1:
             raise UsageError("draft none excludes other drafts: leave one out")
         capacity = self.capacity
         if capacity is not None and (isinstance(capacity, bool) or not _SMALLEST_CAPACITY <= capacity < 1 << 31):
             raise UsageError(f"capacity is {capacity!r}: give a number from {_SMALLEST_CAPACITY} up")
         if isinstance(self.seed, bool) or not 0 <= self.seed < _LARGEST_SEED:
-            raise UsageError(f"seed is {self.seed!r}: give a whole number from 0 up")
+            raise UsageError(f"seed is {self.seed!r}: give a whole number from 0 to {_LARGEST_SEED - 1}")
+
+    def _check_calibration(self) -> None:
+        """What would be passed over in silence is refused."""
+        recipes = [self.target, *(plan.recipe for plan in self.draft_plans)]
+        if self.methods and all(recipe.form.grid is None for recipe in recipes):
+            raise UsageError(f"compensate {self.compensate!r}: nothing here is rounded; leave it out")
+        calibrated = self.target.calibrated or any(plan.calibrated for plan in self.draft_plans)
+        if not calibrated and (self.calibration is not None or self.calibration_prompts is not None):
+            raise UsageError("nothing here needs a calibration: compensate, as in self-int4+gptq, or leave it out")
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -118,6 +128,9 @@ class ExportOptions:
             plan = parse_draft(text, self.device, self.methods)
             if plan.name in plans:
                 raise UsageError(f"drafts {plans[plan.name].text!r} and {text!r} would have one name; leave one out")
-            if plan.kind != "self" or plan.recipe.name != self.target.name:
+            if plan.kind != "self" or (plan.recipe.form, plan.recipe.methods) != (
+                self.target.form,
+                self.target.methods,
+            ):
                 plans[plan.name] = plan
         return tuple(plans.values())

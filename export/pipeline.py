@@ -14,7 +14,7 @@ from specedge.export.graphs import Graphs, make_plan
 from specedge.export.interop import generation_config, token_ids, write_interop
 from specedge.export.memory import release_memory
 from specedge.export.options import PHASES, ExportOptions, Progress
-from specedge.export.writer import check_name, check_space, staged
+from specedge.export.writer import check_apart, check_name, check_space, staged
 from specedge.runtime.bundle import FileEntry, Manifest, hash_file, open_bundle, write_manifest
 from specedge.runtime.errors import SpecEdgeError, StorageError
 
@@ -50,6 +50,8 @@ def export(model: str, output: Path, options: ExportOptions = _DEFAULTS, progres
     report: Progress = progress if progress is not None else _silent
     output = Path(os.path.realpath(output))
     check_name(output, options.force)
+    if options.calibration is not None:
+        check_apart(Path(os.path.realpath(options.calibration)), output)
     checkpoint = resolve(model, revision=options.revision, offline=options.offline, progress=report)
     plan = make_plan(checkpoint, options, torch=missing_package(checkpoint.path) is None, report=report)
     disk, memory = plan.estimate.disk, plan.estimate.memory

@@ -17,6 +17,7 @@ from specedge.export.checkpoint import Checkpoint
 from specedge.export.options import Progress
 from specedge.export.reference import Site, reference, sites_of
 from specedge.export.texts import Text
+from specedge.export.writer import check_makeable
 from specedge.models import find_family, read_dimensions
 from specedge.quant.moments import Moments
 from specedge.runtime.bundle import GraphSpec
@@ -71,6 +72,12 @@ class PreparedCalibration:
 
     def __getitem__(self, name: str) -> Moments:
         return self._made()[name]
+
+    @property
+    def known_prompts(self) -> frozenset[tuple[int, ...]]:
+        """Token ids of the prompts that it is on; those of texts that are still to be written are not known."""
+        given = self._source.prompts if self._saved is None else (text.prompt for text in self._saved.texts)
+        return frozenset(given)
 
     @property
     def texts(self) -> tuple[Text, ...]:
@@ -180,6 +187,8 @@ def prepare_calibration(
         saved = load_calibration(folder, fingerprint, sites, sizes.vocab_size)
     elif folder is not None and folder.exists():
         raise UsageError(f"{folder}: exists already and holds no calibration; give another folder")
+    elif folder is not None:
+        check_makeable(folder)
     return PreparedCalibration(
         checkpoint, source, sites, folder, saved, threads=threads, memory=memory, progress=progress
     )

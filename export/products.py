@@ -2,7 +2,7 @@
 
 Those that a target may be stored in are row-invariant: a row's result does not depend on how many
 rows run with it, so a token verified in a wide pass is the token that plain decoding gives.
-4-bit blocks of other sizes than 32 are not (`is_row_invariant` in quant/formats.py); they draft.
+Blocks larger than `is_row_invariant` (quant/formats.py) lets pass are not; they draft.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from specedge.quant.blocks import Blocks, pack_blocks
 from specedge.quant.columns import pack_columns
 from specedge.quant.grid import Rounded, dequantise
 from specedge.quant.layer import Layer
+from specedge.runtime.errors import NumericError
 
 __all__ = [
     "AffineProduct",
@@ -199,7 +200,11 @@ def store_floats(weights: WeightFile, name: str, matrix: Matrix, dtype: str, *, 
     if exact:
         weights.add_floats(name, matrix, dtype)
     else:
-        weights.add(name, matrix.astype(dtype, copy=False))
+        with np.errstate(over="ignore"):
+            stored = matrix.astype(dtype, copy=False)
+        if stored.itemsize < matrix.itemsize and not np.isfinite(stored).all():
+            raise NumericError(f"{name}: weights that do not fit into 16 bits; choose fp32 or int8")
+        weights.add(name, stored)
 
 
 @dataclass(frozen=True)

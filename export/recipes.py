@@ -28,6 +28,7 @@ def write_recipe(
     capacity: int,
     device: str = "cpu",
     draft: bool = False,
+    target: Checkpoint | None = None,
     seed: int = 0,
     on_tensor: Callable[[int], None] | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
@@ -41,6 +42,7 @@ def write_recipe(
         calibration: Of this checkpoint; None where the recipe needs none.
         stem: "target" or "draft".
         capacity, device, draft, on_tensor: As `write_decoder`.
+        target: What a draft is distilled from, where that is another checkpoint.
         seed: Of distillation.
         progress: Told of steps of distillation.
 
@@ -53,7 +55,9 @@ def write_recipe(
 
         assert calibration is not None
         decoder = read_decoder(checkpoint, recipe.form, capacity)
-        tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration, seed=seed, progress=progress)
+        tensors, quantise = compensated(
+            decoder, checkpoint.tensors, recipe, calibration, target=target, seed=seed, progress=progress
+        )
     return write_decoder(
         checkpoint,
         folder,

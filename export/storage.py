@@ -118,6 +118,7 @@ class Storage:
             capacity=self.capacity,
             device=self.device,
             draft=not is_target,
+            target=None if checkpoint is self.checkpoint else self.checkpoint,
             seed=self.seed,
             on_tensor=self.on_tensor,
             progress=self._calibrating,

@@ -19,14 +19,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from specedge.runtime.bundle import MANIFEST
-from specedge.runtime.errors import SpecEdgeError, StorageError
+from specedge.runtime.errors import SpecEdgeError, StorageError, UsageError
 
 try:
     import fcntl
 except ImportError:  # Windows: leftovers are then told by their age
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["check_name", "check_space", "staged"]
+__all__ = ["check_apart", "check_makeable", "check_name", "check_space", "staged"]
 
 _SUFFIX = ".partial"
 _STALE_SECONDS = 24 * 3600
@@ -69,6 +69,25 @@ def check_space(output: Path, needed: int) -> None:
         )
 
 
+def check_makeable(output: Path) -> None:
+    """Refuses a folder that cannot be made, before any work is done. Its parent is made where it lacks.
+
+    Raises:
+        StorageError: The name is taken, or the disk refuses.
+    """
+    with _storage_errors(output):
+        check_name(output, force=False)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder, lock = _open_stage(output)
+        _give_up(folder, lock)
+
+
+def check_apart(kept: Path, output: Path) -> None:
+    """Raises UsageError where a folder that is to be kept would lie in a bundle, and be replaced with it."""
+    if output == kept or output in kept.parents:
+        raise UsageError(f"{kept}: lies in the bundle {output}, which is written anew; give a folder beside it")
+
+
 @contextmanager
 def staged(output: Path, *, force: bool = False) -> Iterator[Path]:
     """A fresh folder that becomes `output` when the block ends, and vanishes when it raises.
@@ -93,9 +112,7 @@ def staged(output: Path, *, force: bool = False) -> Iterator[Path]:
             _publish(folder, output, force)
     finally:
         # after publishing this name holds the replaced bundle or nothing
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        _give_up(folder, lock)
 
 
 @contextmanager
@@ -134,6 +151,13 @@ def _open_stage(output: Path) -> tuple[Path, int | None]:
             pass  # a cleaning run came between mkdir and flock
         if lock is not None:
             os.close(lock)
+
+
+def _give_up(folder: Path, lock: int | None) -> None:
+    """Removes a folder of `_open_stage`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
 
 
 def _clean_leftovers(output: Path) -> None:
@@ -196,9 +220,7 @@ def _swap(folder: Path, output: Path) -> None:
     finally:
         if aside.exists() and not output.exists():
             aside.rename(output)
-        shutil.rmtree(shelter, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        _give_up(shelter, lock)
 
 
 def _sync_tree(folder: Path) -> None:

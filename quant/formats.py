@@ -28,6 +28,9 @@ __all__ = [
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the vocabulary's two ends; a tied matrix is one layer, the embedding."""
 
+_INVARIANT = {(3, 32), (4, 32), (8, 32), (8, 64)}
+"""Bits and sizes of blocks that give a row the same bits in every pass."""
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -99,12 +102,12 @@ FORMATS: dict[str, dict[str, Format]] = {
     },
 }
 
-_ALIASES = {"fp8": "fp8-e4m3"}
+_ALIASES = {"fp8": "fp8-e4m3", "int8-rows": "int8"}
 
 # A target pays for many rows (prompts, trees), where whole rows are cheapest; a draft runs one row
 # at a time, where 8-bit blocks are: 8.7 to 11.8 ms a pass of SmolLM2-135M on one thread, and nearer to fp32.
 _DRAFTS: dict[tuple[str, str], Format] = {
-    ("cpu", "int8"): replace(FORMATS["cpu"]["int8-block"], name="int8"),
+    ("cpu", "int8"): FORMATS["cpu"]["int8-block"],
 }
 
 DEVICES = tuple(FORMATS)
@@ -125,7 +128,7 @@ def find_format(precision: str, device: str = "cpu", *, draft: bool = False) -> 
     """The row of a precision on a device.
 
     Args:
-        precision: Name of a row, or "fp8" for "fp8-e4m3".
+        precision: Name of a row, "fp8" for "fp8-e4m3", or "int8-rows" for the row "int8" in a draft too.
         device: "cpu" or "cuda".
         draft: The model drafts; it need not be good at many rows.
 
@@ -135,7 +138,7 @@ def find_format(precision: str, device: str = "cpu", *, draft: bool = False) -> 
     rows = _rows(device)
     name = _ALIASES.get(precision, precision)
     if name in rows:
-        return _DRAFTS.get((device, name), rows[name]) if draft else rows[name]
+        return _DRAFTS.get((device, precision), rows[name]) if draft else rows[name]
     if name.startswith("fp8-") and name in FORMATS["cpu"]:
         raise UsageError(
             f"precision {precision!r} is not available on device {device!r}: FP8 arithmetic needs compute capability "
@@ -159,10 +162,10 @@ def grid_for(form: Format, name: str, layers: int) -> Grid | None:
 def is_row_invariant(form: Format) -> bool:
     """Whether a row's result is the same whatever runs with it, as a target's must be.
 
-    In 4-bit blocks other than 32, MatMulNBits takes another way for one row than for several (measured on x86).
+    In other blocks than `_INVARIANT` MatMulNBits takes another way for some numbers of rows (measured on x86).
     """
-    grids = (form.grid, *(grid for _, grid in form.kept))
-    return not any(grid is not None and grid.bits == 4 and grid.group not in (0, 32) for grid in grids)
+    grids = [grid for grid in (form.grid, *(grid for _, grid in form.kept)) if grid is not None]
+    return all(grid.kind == "float8" or not grid.group or (grid.bits, grid.group) in _INVARIANT for grid in grids)
 
 
 def nearest(form: Format, layers: int) -> Quantiser:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.runtime.errors import NumericError
+
 __all__ = ["Grid", "Group", "Rounded", "choose", "dequantise", "join", "round_nearest"]
 
 Matrix = NDArray[np.float32]
@@ -110,7 +112,11 @@ class Grid:
 
     def _storable(self, scale: NDArray[Any]) -> Matrix:
         """The scale as it will be stored, so that weights are rounded with what they are multiplied with."""
-        return scale.astype(self.scale_dtype).astype(np.float32)
+        with np.errstate(over="ignore"):
+            stored: Matrix = scale.astype(self.scale_dtype).astype(np.float32)
+        if not np.isfinite(stored).all():
+            raise NumericError("weights so large that their scales do not fit into 16 bits; choose int8 or fp32")
+        return stored
 
 
 @dataclass(frozen=True)

@@ -92,13 +92,16 @@ def parse_recipe(
     """
     stored, plus, methods = text.partition("+")
     name, *options = stored.split(":")
-    form = _with_options(find_format(name, device, draft=draft), options, text)
+    row = find_format(name, device, draft=draft)
+    form = _with_options(row, options, text)
     rounded = form.grid is not None
     chosen = parse_methods(methods) if plus else default_methods if rounded else ()
     if chosen and not rounded:
         raise UsageError(
             f"recipe {text!r}: {name} rounds no weight, so there is nothing to compensate; leave +{methods} out"
         )
+    if row is not find_format(name, device):  # a draft's own row: called by its name, it is the same for a target
+        stored = ":".join((row.name, *options))
     return Recipe(stored, form).compensated(chosen)
 
 
@@ -121,7 +124,11 @@ def parse_methods(text: str) -> tuple[Method, ...]:
 
 def is_recipe(text: str) -> bool:
     """Whether a text begins as a recipe does, with the name of a number format."""
-    return re.split(r"[:+]", text, maxsplit=1)[0] in {"fp8", *(name for rows in FORMATS.values() for name in rows)}
+    return re.split(r"[:+]", text, maxsplit=1)[0] in {
+        "fp8",
+        "int8-rows",
+        *(name for rows in FORMATS.values() for name in rows),
+    }
 
 
 def _method(text: str) -> Method:
@@ -136,7 +143,7 @@ def _method(text: str) -> Method:
     if not colon:
         return Method(name, _DEFAULT_RANK)
     if not re.fullmatch(r"[0-9]{1,5}", argument) or int(argument) > _LARGEST_RANK:
-        raise UsageError(f"compensation {text!r}: the rank is a whole number, as in lowrank:{_DEFAULT_RANK}")
+        raise UsageError(f"compensation {text!r}: the rank is a whole number from 0 to {_LARGEST_RANK}")
     return Method(name, int(argument))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from specedge.runtime.events import Finish
 from specedge.runtime.files import write_text
-from specedge.runtime.pass_times import PAST
+from specedge.runtime.pass_times import PAST, WIDTHS
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -117,6 +117,8 @@ def table(result: Mapping[str, Any]) -> Group:
         by_category.add_row(escape(category), *(f"{_times(one)} ({_number(one['tau'])})" for one in blocks))
     passes = [_passes_table(result["passes"])] if result["passes"] else []
     notes = [*result["notes"]]
+    if not passes:
+        notes.append(f"passes of several rows were not timed: that takes a capacity of {PAST + max(WIDTHS)}")
     if loop := result["loop"]:
         notes.append(
             f"plain decoding through the loop: {loop['loop_ms']} ms a token, {loop['ratio']} x a bare pass of "

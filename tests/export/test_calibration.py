@@ -172,6 +172,16 @@ def test_damaged_moments_are_refused_when_they_are_read(saved, fingerprint, mode
     assert "\n" not in str(caught.value)
 
 
+def test_files_cut_short_are_refused_at_once(saved, fingerprint, model):
+    path = saved.folder / "lm_head.npy"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UsageError, match=r"lm_head.npy: a damaged calibration \(1000 bytes where"):
+        loaded(saved, fingerprint, model)
+    path.unlink()
+    with pytest.raises(UsageError, match="damaged calibration"):
+        loaded(saved, fingerprint, model)
+
+
 def test_a_name_that_is_taken_and_numbers_that_are_not_finite_leave_nothing(saved, model, texts, fingerprint, tmp_path):
     with pytest.raises(StorageError, match="exists already"):
         calibrate(model, texts, saved.folder, fingerprint)

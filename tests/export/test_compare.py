@@ -41,7 +41,7 @@ def result(tiny_checkpoint) -> dict:
     """Two formats without compensation, and what was saved on the way under "saved"."""
     saved: list[dict] = []
     prompts = [Prompt(str(at), "ab"[at % 2], text) for at, text in enumerate(TEXTS)]
-    options = CompareOptions(("int8", "int4:b32:sym"), ("none",), count=4, max_tokens=12, time_best=1, threads=1)
+    options = CompareOptions(("int8-rows", "int4:b32:sym"), ("none",), count=4, max_tokens=12, time_best=1, threads=1)
     told: list[tuple[str, int, int]] = []
     found = compare(
         str(tiny_checkpoint),
@@ -58,7 +58,7 @@ def test_the_numbers(result):
     found = result["found"]
     assert (found["model"], found["precision"], found["prompts"], found["skipped"]) == ("checkpoint", "fp32", 4, 0)
     int8, int4 = found["rows"]
-    assert (int8["recipe"], int8["format"], int8["methods"]) == ("int8", "int8", "none")
+    assert (int8["recipe"], int8["format"], int8["methods"]) == ("int8-rows", "int8-rows", "none")
     assert 4 <= found["tokens"] <= 48 and sum(text["tokens"] for text in int8["texts"]) == found["tokens"]
     assert 0 < int8["kl"] < int4["kl"] and 0 < int8["logit_error"] < int4["logit_error"]
     assert 0 < int4["alpha_sampled"] < int8["alpha_sampled"] < 1
@@ -153,16 +153,16 @@ def test_a_draft_that_cannot_be_measured_is_a_row(tiny_checkpoint, prompts_file,
 
     monkeypatch.setattr(comparing, "_write", write)
     prompts = [Prompt("1", "a", "fox")]
-    options = CompareOptions(("int8", "int4"), ("none",), max_tokens=4, threads=1)
+    options = CompareOptions(("int8-rows", "int4"), ("none",), max_tokens=4, threads=1)
     found = compare(
         str(tiny_checkpoint), prompts, options, timer=timer, progress=lambda *step: None, save=lambda partial: None
     )
     first, second = found["rows"]
-    assert first == {"recipe": "int8", "format": "int8", "methods": "none", "error": first["error"]}
+    assert first == {"recipe": "int8-rows", "format": "int8-rows", "methods": "none", "error": first["error"]}
     assert "NaN" in first["error"] and second["error"] == "no such thing"
     assert "timed" not in found and found["complete"]
     text = shown(found)
-    assert "int8: the draft computes NaN" in text and "int4: no such thing" in text
+    assert "int8-rows: the draft computes NaN" in text and "int4: no such thing" in text
 
 
 def shown(result) -> str:
@@ -220,6 +220,21 @@ def test_prompts_of_calibration_are_not_measured_on(tiny_checkpoint, tmp_path, p
     assert "Error: prompt 4 (a) stands among the calibration prompts too; measure on prompts that" in done.stderr
 
 
+def test_prompts_of_a_calibration_made_before_are_not_measured_on(tiny_checkpoint, tmp_path, prompts_file):
+    own, kept = tmp_path / "calibration.jsonl", tmp_path / "kept"
+    own.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in (TEXTS[1], *"abcdefg")))
+    some = ("--formats", "int4", "--methods", "gptq", "--max-tokens", 4, "--time-best", 0, "--calibration", kept)
+    arguments = (tiny_checkpoint, "--prompts", prompts_file, *some)
+    other = tmp_path / "other.jsonl"
+    other.write_text(prompts_file.read_text().replace(TEXTS[1], "what else"), encoding="utf-8")
+    made = command(tiny_checkpoint, "--prompts", other, *some, "--calibration-prompts", own)
+    assert made.exit_code == 0, made.output
+    done = command(*arguments)
+    assert done.exit_code == 2
+    assert "Error: prompt 1 (b) was calibrated on; measure on prompts that calibration" in done.stderr
+    assert command(tiny_checkpoint, "--prompts", other, *some).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -227,10 +242,12 @@ def test_prompts_of_calibration_are_not_measured_on(tiny_checkpoint, tmp_path, p
         (["--formats", "fp32"], "format 'fp32' rounds nothing"),
         (["--formats", " , "], "at least one format and one method"),
         (["--methods", "magic"], "'magic'"),
-        (["--max-tokens", "5000"], "no prompt leaves room for 5000 tokens"),
+        (["--max-tokens", "5000"], "max_tokens is 5000 in a context of 512"),
         (["--out", "absent/x.json"], "its folder does not exist"),
         (["--plot", "absent/x.png"], "its folder does not exist"),
         (["--precision", "fp17"], "'fp17'"),
+        (["--precision", "int4:b64"], "a target could not verify"),
+        (["--out", "x.json", "--plot", "x.json"], "--out and --plot name one file"),
         (["--methods", "lowrank:65"], "rank 65 is larger than the smallest matrix"),
     ],
 )
@@ -244,7 +261,7 @@ def test_what_is_refused(tiny_checkpoint, prompts_file, arguments, complaint):
 def test_the_defaults_are_recipes():
     options = CompareOptions()
     assert len(options.recipes) == len(FORMATS) * len(METHODS)
-    assert [recipe.name for recipe in options.recipes[:2]] == ["int8", "int8+bias"]
+    assert [recipe.name for recipe in options.recipes[:2]] == ["int8-rows", "int8-rows+bias"]
     assert parse_recipe("int3").form.emulated
 
 

@@ -111,11 +111,30 @@ def test_distillation_is_given_the_texts_and_all_layers(model, monkeypatch):
     tensors, quantise = compensated(decoder, checkpoint.tensors, recipe, calibration, seed=3, steps=5)
     names = [name for name, _, _ in linear_layers(decoder.family, decoder.dimensions, checkpoint.tensors)]
     assert list(seen["layers"]) == names
-    assert seen["texts"] == calibration.texts
-    assert seen["target"] is checkpoint.tensors
+    assert seen["texts"] == list(calibration.texts)
+    assert seen["teacher"].tensors is checkpoint.tensors
     assert (seen["settings"].seed, seen["settings"].steps) == (3, 5)
     assert np.array_equal(tensors["model.norm.weight"], checkpoint.tensors["model.norm.weight"] + 1)
     kept = "model.layers.0.input_layernorm.weight"
     assert np.array_equal(tensors[kept], seen["tensors"][kept])
     assert set(tensors) == set(checkpoint.tensors)
     assert quantise(names[0], None, None) is seen["layers"][names[0]]
+
+
+def test_layers_and_other_models_are_distilled_from_the_target(model, monkeypatch):
+    from specedge.export import distil as module
+    from specedge.export.layer_draft import keep_layers
+
+    checkpoint, calibration = model
+    asked = []
+    monkeypatch.setattr(
+        module,
+        "distil",
+        lambda *given, teacher, **more: (asked.append(teacher), module.Distilled({}, given[4], 1.0, 1.0, 0))[1],
+    )
+    draft = keep_layers(checkpoint, (0,))
+    recipe = parse_recipe("int4:b32:sym+distil")
+    for target, layers in ((None, 1), (checkpoint, 2)):
+        compensated(read_decoder(draft, recipe.form, 64), draft.tensors, recipe, calibration, target=target)
+        assert asked[-1].sizes.layers == layers
+    assert asked[-1].tensors is checkpoint.tensors

@@ -74,7 +74,7 @@ def test_an_int8_draft(tmp_path, rng):
     logits, _ = Speculative(path, spec).run(ids)
     expected, _ = forward(rounded(checkpoint, find_format("int8", draft=True)), ids)
     assert np.abs(logits - expected).max() < CLOSE["int8"]
-    assert spec.precision == "int8"
+    assert spec.precision == "int8-block"
     assert spec.file == "draft.onnx"
 
 

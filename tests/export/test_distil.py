@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specedge.export import distil as module
-from specedge.export.distil import RATES, Settings, distil
+from specedge.export.distil import RATES, Settings, Teacher, distil
 from specedge.export.texts import Text
 from specedge.export.torch_decoder import NORM, plain_layers
 from specedge.export.torch_layer import BIAS, DOWN, SCALE, SHIFT, UP
@@ -49,7 +49,7 @@ def texts_of(count=120, length=24, seed=1):
 
 
 def run(given, texts, settings=QUICK, **more):
-    return distil(*given, texts, target=given[3], settings=settings, **more)
+    return distil(*given, texts, teacher=Teacher(given[0], given[1], given[3]), settings=settings, **more)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,17 @@ def test_the_draft_comes_nearer_on_texts_it_did_not_see(recipe):
     assert result.after < 0.998 * result.before
     assert result.steps > 0
     assert result.norms
+
+
+def test_a_teacher_may_be_another_model():
+    """More layers, and a vocabulary that is padded to another width: the divergence is over the tokens of both."""
+    draft, target = parts(num_hidden_layers=1, vocab_size=176), memory_checkpoint()
+    family = find_family("llama")
+    teacher = Teacher(family, read_dimensions(family, target.config), target.tensors)
+    result = distil(*draft, texts_of(), teacher=teacher, settings=QUICK)
+    alone = run(draft, texts_of())
+    assert result.after < 0.99 * result.before
+    assert result.before > 2 * alone.before, "its own fp32 model is nearer to it"
 
 
 @pytest.mark.parametrize("kind", [SCALE, SHIFT, NORM, BIAS, UP])
@@ -124,7 +135,9 @@ def test_divergence_is_that_of_the_reference():
     family = find_family("llama")
     sizes = read_dimensions(family, checkpoint.config)
     texts = [Text((5, 6, 7), (8, 9, 10, 11)), Text((1,), tuple(range(20, 29)))]
-    models = module._Models(family, sizes, Format("fp32", "float32"), other.tensors, checkpoint.tensors)
+    models = module._Models(
+        family, sizes, Format("fp32", "float32"), other.tensors, Teacher(family, sizes, checkpoint.tensors)
+    )
     judge = module._Judge(models, [module._Batch.of(texts)])
     total, count = 0.0, 0
     for text in texts:

@@ -84,7 +84,7 @@ def test_what_the_manifest_says(bundle):
         assert spec.shares_cache == name.startswith("layers-")
         assert len(spec.cache_layers) == (spec.layers if spec.shares_cache else 0)
         assert manifest.checks["drafts"][name]["status"] == "passed"
-    assert drafts["layers-3"].precision == "int8"
+    assert drafts["layers-3"].precision == "int8-block"
     assert drafts["layers-3"].layers == 3
 
 

@@ -17,7 +17,7 @@ def test_the_target_itself():
     assert (plan.name, plan.recipe.name) == ("self-int4", "int4+gptq")
 
 
-@pytest.mark.parametrize(("text", "recipe"), [("layers-8", "int8"), ("layers-8:int4:b64+bias", "int4:b64+bias")])
+@pytest.mark.parametrize(("text", "recipe"), [("layers-8", "int8-block"), ("layers-8:int4:b64+bias", "int4:b64+bias")])
 def test_some_layers(text, recipe):
     plan = parse_draft(text)
     assert (plan.kind, plan.layers, plan.name, plan.recipe.name) == ("layers", 8, text, recipe)
@@ -26,12 +26,13 @@ def test_some_layers(text, recipe):
 @pytest.mark.parametrize(
     ("text", "model", "recipe", "name"),
     [
-        ("smollm2-135m", "smollm2-135m", "int8", "smollm2-135m"),
+        ("smollm2-135m", "smollm2-135m", "int8-block", "smollm2-135m"),
         ("org/small:int4:sym+gptq", "org/small", "int4:sym+gptq", "small:int4:sym+gptq"),
         ("models/a b/x y.gguf:gguf", "models/a b/x y.gguf", "gguf", "x-y.gguf:gguf"),
-        ("C:/models/tiny", "C:/models/tiny", "int8", "tiny"),
+        ("C:/models/tiny", "C:/models/tiny", "int8-block", "tiny"),
         ("../:int4", "../", "int4", "model:int4"),
-        ("./.hidden", "./.hidden", "int8", "hidden"),
+        ("./.hidden", "./.hidden", "int8-block", "hidden"),
+        ("./a,b", "./a,b", "int8-block", "a-b"),
     ],
 )
 def test_another_model(text, model, recipe, name):

@@ -94,7 +94,7 @@ def test_no_more_rows_are_scored_than_asked_for(written, texts):
     assert LayerScorer(folder / spec.file, spec, texts, rows=14, threads=1)((0, 1)) == one
     long = Text(texts[0].prompt, texts[0].answer * 30)
     assert 0 <= LayerScorer(folder / spec.file, spec, [long], threads=1)((0, 1)).agreement <= 1
-    with pytest.raises(UsageError, match="hold no answers"):
+    with pytest.raises(UsageError, match="half the capacity"):
         LayerScorer(folder / spec.file, spec, [Text(texts[0].prompt, ())], threads=1)
 
 

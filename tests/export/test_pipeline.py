@@ -49,7 +49,12 @@ class TestOptions:
             ({"drafts": ("a/small", "b/small")}, "drafts 'a/small' and 'b/small' would have one name"),
             ({"precision": "int3"}, "precision 'int3' has no operator .* choose int4"),
             ({"drafts": ("self-int3+gptq",)}, "precision 'int3' has no operator"),
-            ({"precision": "int4:b64"}, "precision 'int4:b64': in 4-bit blocks other than 32"),
+            ({"precision": "int4:b64"}, "precision 'int4:b64': in blocks as large as these"),
+            ({"precision": "int8-block:b128"}, "precision 'int8-block:b128': in blocks as large as these"),
+            ({"compensate": "gptq", "drafts": ("none",)}, "compensate 'gptq': nothing here is rounded"),
+            ({"compensate": "gptq", "drafts": ("self-fp16",)}, "compensate 'gptq': nothing here is rounded"),
+            ({"drafts": ("self-int8",), "calibration": Path("kept")}, "nothing here needs a calibration"),
+            ({"drafts": ("self-int8",), "calibration_prompts": ()}, "nothing here needs a calibration"),
             ({"device": "cuda", "drafts": ("self-fp8",)}, "compute capability 8.9 .*Orin has 8.7; use int8 or int4"),
             ({"compensate": "magic"}, "compensation 'magic' is unknown"),
             ({"seed": -1}, "seed is -1"),
@@ -77,6 +82,10 @@ class TestOptions:
         both = ("self-int8", "self-int4", "self-int8")
         assert drafted(drafts=both) == ("self-int8", "self-int4")
         assert drafted(drafts=both, precision="int4") == ("self-int8",)
+        assert drafted(drafts=both, precision="int8") == ("self-int8", "self-int4"), "whole rows are no blocks"
+        assert drafted(drafts=both, precision="int8-block") == ("self-int4",)
+        assert drafted(drafts=("self-int8-rows",), precision="int8") == ()
+        assert drafted(drafts=("self-int4+bias",), precision="int4") == ("self-int4+bias",)
         assert drafted(drafts=("none",)) == ()
 
 
@@ -93,9 +102,13 @@ class TestBadInput:
             ({"drafts": ("layers-99",)}, "give fewer"),
             ({"drafts": ("self-gguf",)}, "GGUF"),
             ({"drafts": ("no-such-model:int4",)}, "no-such-model"),
+            ({"drafts": ("self-int4+gptq",), "calibration": Path("b/kept")}, "lies in the bundle"),
+            ({"drafts": ("self-int4+gptq",), "calibration": Path("b")}, "lies in the bundle"),
+            ({"drafts": ("self-int4+gptq",), "calibration": Path("/proc/kept")}, "kept: "),
         ],
     )
-    def test_no_bundle_is_touched(self, tiny_checkpoint, tmp_path, given, message):
+    def test_no_bundle_is_touched(self, tiny_checkpoint, tmp_path, given, message, monkeypatch):
+        monkeypatch.chdir(tmp_path)
         out = tmp_path / "b"
         export(str(tiny_checkpoint), out, ExportOptions(drafts=("none",), verify=False, capacity=64))
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -115,7 +128,7 @@ class TestDrafts:
         assert list(drafts) == [*texts[:3], f"{tiny_checkpoint.name}:int8+bias"]
         assert [draft.recipe for draft in drafts.values()] == [text.split("-", 1)[-1] for text in texts[:2]] + [
             "int4",
-            "int8+bias",
+            "int8-block+bias",
         ]
         assert [draft.shares_cache for draft in drafts.values()] == [True, True, True, False]
         assert len(drafts["layers-1:int4"].cache_layers) == 1
@@ -135,7 +148,7 @@ class TestDrafts:
         assert manifest.target.recipe == "int8-static+bias"
         assert {name: draft.recipe for name, draft in manifest.drafts.items()} == {
             "self-int4": "int4+bias",
-            "self-int8+none": "int8",
+            "self-int8+none": "int8-block",
         }
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specedge.quant.formats import DEVICES, FORMATS, default_precision, find_format, grid_for, nearest
+from specedge.quant.formats import (
+    DEVICES,
+    FORMATS,
+    default_precision,
+    find_format,
+    grid_for,
+    is_row_invariant,
+    nearest,
+)
 from specedge.quant.recipe import parse_recipe
 from specedge.runtime.errors import UsageError
 
@@ -16,7 +24,19 @@ def test_every_row_says_its_own_name():
             assert form.name == precision
             for draft in (False, True):
                 found = find_format(precision, device, draft=draft)
-                assert (found.name, found.dtype) == (precision, form.dtype)
+                shorthand = draft and (device, precision) == ("cpu", "int8")
+                assert (found.name, found.dtype) == ("int8-block" if shorthand else precision, form.dtype)
+
+
+def test_whole_rows_have_a_name_in_drafts_too():
+    assert find_format("int8-rows", draft=True) is find_format("int8-rows") is find_format("int8")
+    assert find_format("int8", draft=True) is find_format("int8-block")
+
+
+@pytest.mark.parametrize("text", ["int8-block:b128", "int8-block:b128:asym", "int4:b64", "int4:b128:sym", "int8:head8"])
+def test_blocks_that_mix_rows(text):
+    """8-bit blocks of 128 give a lone row other bits than five rows: bench said "equal: no" of such a target."""
+    assert is_row_invariant(parse_recipe(text).form) == (text == "int8:head8")
 
 
 def test_defaults():
