@@ -32,9 +32,7 @@ _RATE = 0.125
 _LEAST = 1e-3  # of an even share: what was never seen is not scaled away
 
 
-def balanced_scale(
-    moments: Moments, sizes: Matrix, power: int, *, shared: bool, groups: NDArray[np.integer] | None = None
-) -> Matrix:
+def balanced_scale(moments: Moments, sizes: Matrix, power: int, *, shared: bool) -> Matrix:
     """s, [in], with geometric mean 1.
 
     Args:
@@ -42,7 +40,6 @@ def balanced_scale(
         sizes: |W_:j|^2, the weight of each input in the output, [in].
         power: p, a power of two.
         shared: All rows share a step.
-        groups: [in], the number of the group of each input, of those that must share a scale.
     """
     rows = np.abs(moments.rows)
     counts = moments.stands_for.astype(np.float64)
@@ -54,17 +51,14 @@ def balanced_scale(
             np.square(powers, out=powers)
         sums = np.maximum(powers.sum(1), np.finfo(np.float32).tiny).astype(np.float64)
         peaks = counts if shared else counts * sums ** (2 / power - 1)
-        causes = _shares(peaks @ powers, groups)
-        bears = _shares(np.exp(2 * logs) * sizes, groups)
+        causes = _shares(peaks @ powers)
+        bears = _shares(np.exp(2 * logs) * sizes)
         logs += _RATE * np.log(causes / bears)
         logs -= logs.mean()
     scale: Matrix = np.exp(logs).astype(np.float32)
     return scale
 
 
-def _shares(values: NDArray[np.floating], groups: NDArray[np.integer] | None) -> NDArray[np.float64]:
-    """The share of each input, or that of its group."""
-    shares = values.astype(np.float64) / max(float(values.sum()), 1e-300) + _LEAST / len(values)
-    if groups is not None:
-        shares = np.bincount(groups, shares)[groups]
-    return shares
+def _shares(values: NDArray[np.floating]) -> NDArray[np.float64]:
+    """The share of each input."""
+    return values.astype(np.float64) / max(float(values.sum()), 1e-300) + _LEAST / len(values)

@@ -17,8 +17,7 @@ other half. GPTQ (quant/gptq.py) does by itself what scaling does for weights: m
 SmolLM2-135M, scaling for 4-bit blocks before it made its error 7 to 10 % larger. So where it
 follows, s = 1 unless activations are rounded, and the weight's error counts for what it leaves of it.
 
-Invariants: s > 0 with geometric mean 1; inputs of one group have one s; s = 1 where nothing lowers
-the measured error.
+Invariants: s > 0 with geometric mean 1; s = 1 where nothing lowers the measured error.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ def search_scale(
     rounds_rows: bool,
     static: bool = False,
     second_order: bool = False,
-    groups: NDArray[np.integer] | None = None,
 ) -> Matrix:
     """What to multiply the inputs of weights with, and divide their activations by; [in].
 
@@ -66,8 +64,6 @@ def search_scale(
         rounds_rows: Activations are rounded to int8.
         static: All rows share a step.
         second_order: GPTQ follows.
-        groups: [in], the number of the group of each input, of those that must share a scale (inputs
-            of query heads with one value head); None: each has its own.
     """
     if second_order and not rounds_rows:
         return np.ones_like(moments.largest)
@@ -92,9 +88,9 @@ def search_scale(
     best = np.ones_like(moments.largest)
     least = cost(best) * _GAIN
     largest = np.max([np.abs(weight).max(0) for weight in weights], 0)
-    candidates = list(_candidates(moments, largest, rounds_rows, groups))
+    candidates = list(_candidates(moments, largest, rounds_rows))
     if rounds_rows:
-        candidates += [balanced_scale(fitted, sizes, power, shared=static, groups=groups) for power in _POWERS]
+        candidates += [balanced_scale(fitted, sizes, power, shared=static) for power in _POWERS]
     for scale in candidates:
         found = cost(scale)
         if found < least:
@@ -102,12 +98,10 @@ def search_scale(
     return best
 
 
-def _candidates(
-    moments: Moments, largest: Matrix, rounds_rows: bool, groups: NDArray[np.integer] | None
-) -> Iterator[Matrix]:
-    weight = _spread(np.maximum(largest, 1e-5 * largest.max() + 1e-30), groups)
+def _candidates(moments: Moments, largest: Matrix, rounds_rows: bool) -> Iterator[Matrix]:
+    weight = _positive(largest)
     for size in (moments.magnitude, moments.largest) if rounds_rows else (moments.magnitude,):
-        seen = _spread(np.maximum(size, 1e-5 * size.max() + 1e-30), groups)
+        seen = _positive(size)
         for exponent in _EXPONENTS[rounds_rows :: 1 + rounds_rows]:
             for other in (0.0, 1.0 - exponent):
                 scale = exponent * np.log(seen) - other * np.log(weight)
@@ -117,15 +111,10 @@ def _candidates(
                 yield np.exp(scale - scale.mean()).astype(np.float32)
 
 
-def _spread(values: Matrix, groups: NDArray[np.integer] | None) -> NDArray[np.float64]:
-    """The largest value of each input's group, [in]."""
-    wide = values.astype(np.float64)
-    if groups is None:
-        return wide
-    most = np.zeros(int(groups.max()) + 1)
-    np.maximum.at(most, groups, wide)
-    spread: NDArray[np.float64] = most[groups]
-    return spread
+def _positive(values: Matrix) -> NDArray[np.float64]:
+    """What was never seen, or weighs nothing, is not scaled away."""
+    least = 1e-5 * float(values.max()) + 1e-30
+    return np.maximum(values.astype(np.float64), least)
 
 
 def _some(weights: list[Matrix]) -> list[Matrix]:

@@ -65,6 +65,34 @@ def test_a_recipe_becomes_a_graph(model, tmp_path, recipe):
     assert error < (0.05 if recipe.startswith("int8") else 0.35)
 
 
+@pytest.mark.parametrize("recipe", ["int8+scale", "int8-static+scale+gptq", "int4:b32:sym+scale", "int4+scale+gptq"])
+def test_the_cache_holds_the_checkpoints_own_keys_and_values(model, tmp_path, recipe):
+    """A draft works in its target's cache: whatever is scaled, it may not be what the other reads there."""
+    checkpoint, calibration = model
+    tokens = list(calibration.texts[0].tokens[:40])
+    pools = []
+    for name in ("fp32", recipe):
+        asked = parse_recipe(name)
+        parts = {}
+        if asked.methods:
+            decoder = read_decoder(checkpoint, asked.form, 64)
+            parts["tensors"], parts["quantise"] = compensated(decoder, checkpoint.tensors, asked, calibration)
+        folder = tmp_path / name.replace(":", "-")
+        graph = Decoder(
+            folder / "draft.onnx", write_decoder(checkpoint, folder, stem="draft", precision=name, capacity=64, **parts)
+        )
+        graph.forward(tokens)
+        pools.append(graph.pool[:, :, :, :40].copy())
+        graph.close()
+    whole, rounded = pools
+    for plain, other in zip(whole, rounded, strict=True):  # keys and values of each layer
+        size = (plain * plain).sum()
+        assert abs((plain * other).sum() / size - 1) < 0.1
+        assert np.square(plain - other).sum() < (0.02 if recipe.startswith("int8") else 0.2) * size
+        gains = (plain * other).sum((0, 2)) / np.square(plain).sum((0, 2))  # of each channel of each head
+        assert gains.min() > 0.5 and gains.max() < 1.5
+
+
 def test_each_layer_is_compensated_on_its_own_moments(model):
     """The output error on the calibration's rows falls below nearest rounding's, layer by layer."""
     checkpoint, calibration = model

@@ -52,18 +52,6 @@ def test_scales_are_normalised_and_positive(rng):
     assert np.exp(np.log(scale).mean()) == pytest.approx(1, rel=1e-4)
 
 
-def test_inputs_of_a_group_share_a_scale(rng):
-    seen, unseen = activations(rng, 96)
-    weight, groups = rng.standard_normal((50, 96)).astype(np.float32), np.tile(np.arange(32), 3)
-    seen[:, 5::32] *= 20
-    unseen[:, 5::32] *= 20
-    scale = search_scale([weight], GRIDS["int4-sym-b32"], moments_of(seen), rounds_rows=False, groups=groups)
-    assert (scale.reshape(3, 32) == scale[:32]).all()
-    grid, ones = GRIDS["int4-sym-b32"], np.ones_like(scale)
-    after, before = (error([weight], grid, s, unseen, rounds_rows=False) for s in (scale, ones))
-    assert after < 0.9 * before
-
-
 def test_one_where_nothing_helps(rng):
     on_grid = rng.integers(-8, 8, (20, 64)).astype(np.float32)
     on_grid[:, ::32] = -8
