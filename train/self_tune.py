@@ -123,7 +123,12 @@ def _load(path: Path) -> Any:
     # the annotations of from_pretrained differ between transformers 4 and 5
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     if path.is_file():
-        return from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+        network = from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+        # All of it is plain floats by now, and transformers does not save what it holds for quantised.
+        network.hf_quantizer = None
+        if hasattr(network.config, "quantization_config"):
+            del network.config.quantization_config
+        return network
     return from_pretrained(str(path), dtype=torch.float32, use_safetensors=True, local_files_only=True)
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("onnx")
 
 from specedge.export.sources import resolve  # noqa: E402  after the skips
+from specedge.tests.tiny import TinyLlama, write_tiny_gguf  # noqa: E402
 from specedge.train.self_tune import Settings, main, self_tune  # noqa: E402
 
 SHORT = Settings(texts=6, length=12, epochs=2, batch=4, learning_rate=1e-4)
@@ -45,6 +46,16 @@ def test_the_folder_is_a_checkpoint_with_the_same_tokenizer(tiny_checkpoint, tun
     assert after.tokenizer.chat_template == before.tokenizer.chat_template
     for key in ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings"):
         assert after.config[key] == before.config[key]
+
+
+def test_a_gguf_file_becomes_a_checkpoint_in_floats(tmp_path):
+    """The built-in model is one, and what the recipe is for."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", TinyLlama())
+    result = self_tune(str(path), tmp_path / "tuned", SHORT)
+    before, after = resolve(str(path)).tensors, resolve(str(tmp_path / "tuned"))
+    assert set(before) == set(after.tensors) and "quantization_config" not in after.config
+    assert all(0 < np.abs(after.tensors[name] - before[name]).max() < 4.5 * SHORT.learning_rate for name in before)
+    assert 0 < result["moved"] < 0.01
 
 
 def test_a_seed_gives_the_same_weights(tiny_checkpoint, tuned, tmp_path):
