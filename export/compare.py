@@ -345,8 +345,9 @@ def _checked(checkpoint: Checkpoint, options: CompareOptions) -> int:
 
 def _check_apart(asked: Sequence[tuple[Prompt, Sequence[int]]], calibration: PreparedCalibration) -> None:
     """As `CompareOptions.choose`, of a calibration that was made before."""
+    known = calibration.known_prompts
     for prompt, ids in asked:
-        if tuple(ids) in calibration.known_prompts:
+        if tuple(ids) in known:
             raise UsageError(
                 f"prompt {prompt.question_id} ({prompt.category}) was calibrated on; "
                 "measure on prompts that calibration does not use"

@@ -13,6 +13,7 @@ from specedge.quant.layer import Layer, Quantiser
 from specedge.runtime.errors import UsageError
 
 __all__ = [
+    "ALIASES",
     "DEVICES",
     "EMBEDDING",
     "FORMATS",
@@ -102,7 +103,7 @@ FORMATS: dict[str, dict[str, Format]] = {
     },
 }
 
-_ALIASES = {"fp8": "fp8-e4m3", "int8-rows": "int8"}
+ALIASES = {"fp8": "fp8-e4m3", "int8-rows": "int8"}
 
 # A target pays for many rows (prompts, trees), where whole rows are cheapest; a draft runs one row
 # at a time, where 8-bit blocks are: 8.7 to 11.8 ms a pass of SmolLM2-135M on one thread, and nearer to fp32.
@@ -136,7 +137,7 @@ def find_format(precision: str, device: str = "cpu", *, draft: bool = False) -> 
         UsageError: There is no such device, or no such precision on it.
     """
     rows = _rows(device)
-    name = _ALIASES.get(precision, precision)
+    name = ALIASES.get(precision, precision)
     if name in rows:
         return _DRAFTS.get((device, precision), rows[name]) if draft else rows[name]
     if name.startswith("fp8-") and name in FORMATS["cpu"]:

@@ -51,6 +51,11 @@ class Grid:
     scale_dtype: str = "float32"
     float_dtype: str = ""
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether a weight on this grid is multiplied with activations that are rounded to int8, a whole row alike."""
+        return self.kind == "integer" and self.bits == 8 and not self.group
+
     def fit(self, weights: Matrix) -> Group:
         """The scale (and zero, or shift) that makes the grid span each group.
 

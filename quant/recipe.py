@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from specedge.quant.formats import FORMATS, Format, find_format
+from specedge.quant.formats import ALIASES, FORMATS, Format, find_format
 from specedge.quant.grid import Grid
 from specedge.runtime.errors import UsageError
 
@@ -125,8 +125,7 @@ def parse_methods(text: str) -> tuple[Method, ...]:
 def is_recipe(text: str) -> bool:
     """Whether a text begins as a recipe does, with the name of a number format."""
     return re.split(r"[:+]", text, maxsplit=1)[0] in {
-        "fp8",
-        "int8-rows",
+        *ALIASES,
         *(name for rows in FORMATS.values() for name in rows),
     }
 
