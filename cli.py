@@ -11,23 +11,23 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specedge import __version__
 from specedge.runtime.errors import MissingExtraError, PromptError, SpecEdgeError, UsageError
-from specedge.runtime.options import ACCEPT_MODES, DEFAULT_DRAFT_LENGTH, Options
+from specedge.runtime.options import DEFAULT_DRAFT_LENGTH, Options
+from specedge.runtime.reply_options import reply_options
+from specedge.train.command import train
 
 if TYPE_CHECKING:
     from specedge.runtime.engine import Engine
 
 __all__ = ["main"]
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _INTERRUPTED = 130
 _EXPORT_PACKAGES = ("onnx", "onnx_ir", "ml_dtypes", "safetensors", "gguf", "huggingface_hub")
-_DEFAULTS = Options()
 
 
 class _Group(click.Group):
@@ -81,6 +81,9 @@ def main() -> None:
             stream.reconfigure(errors="replace")
 
 
+main.add_command(train)
+
+
 @main.command()
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
@@ -98,6 +101,8 @@ def main() -> None:
     "--compensate",
     help="For recipes without: none, bias, scale, gptq, lowrank[:RANK], distill or auto, with + between.",
 )
+@click.option("--heads", help="File or folder of Medusa heads, or none.  [default: those shipped for a built-in model]")
+@click.option("--heads-precision", default="int8", show_default=True, help="fp32, int8, int4:b64:sym …")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Folder to keep what calibration measures in.")
 @click.option("--calibration-prompts", type=click.Path(path_type=Path), help="[default: what the target writes]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of calibration and distillation.")
@@ -121,36 +126,10 @@ def export(model: str, output: Path, **chosen: Any) -> None:
     click.echo(f"Done: {output}\nNext:  specedge chat {_quoted(output)}", err=True)
 
 
-def _reply_options(command: _Command) -> _Command:
-    """The options of one reply, under the names of `Options`."""
-    for option in reversed(
-        [
-            click.option(
-                "--method", help="none, draft, draft:NAME or ngram. [default: the bundle's first draft, else ngram]"
-            ),
-            click.option("--accept", type=click.Choice(ACCEPT_MODES), default=_DEFAULTS.accept, show_default=True),
-            click.option("--draft-length", type=int, default=DEFAULT_DRAFT_LENGTH, show_default=True),
-            click.option("--temperature", type=float, default=_DEFAULTS.temperature, help="0 is greedy.  [default: 0]"),
-            click.option("--top-k", type=int, default=_DEFAULTS.top_k, help="0 keeps all.  [default: 0]"),
-            click.option("--top-p", type=float, default=_DEFAULTS.top_p, show_default=True),
-            click.option("--min-p", type=float, default=_DEFAULTS.min_p, show_default=True),
-            click.option("--repetition-penalty", type=float, default=_DEFAULTS.repetition_penalty, show_default=True),
-            click.option("--presence-penalty", type=float, default=_DEFAULTS.presence_penalty, show_default=True),
-            click.option("--frequency-penalty", type=float, default=_DEFAULTS.frequency_penalty, show_default=True),
-            click.option("--no-repeat-ngram", type=int, default=_DEFAULTS.no_repeat_ngram, show_default=True),
-            click.option("--seed", type=int, help="Same seed, same text.  [default: a fresh one]"),
-            click.option("--max-tokens", type=int, default=_DEFAULTS.max_tokens, show_default=True),
-            click.option("--stop", multiple=True, help="Text that ends the reply; may be repeated."),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
 @main.command()
 @click.argument("bundle")
 @click.argument("prompt", required=False)
-@_reply_options
+@reply_options
 @click.option("--system", help="System message.")
 @click.option("--stats", is_flag=True, help="Print statistics after each reply.")
 @click.option("--show-drafts", is_flag=True, help="Colour each token: accepted draft, correction, bonus.")

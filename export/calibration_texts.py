@@ -18,7 +18,7 @@ from specedge.runtime.graph import Decoder
 from specedge.runtime.prompts import Prompt
 from specedge.runtime.text import Text as Tokenizer
 
-__all__ = ["FEWEST_PROMPTS", "LENGTH", "TOKENS", "TextSource", "text_source"]
+__all__ = ["FEWEST_PROMPTS", "LENGTH", "TOKENS", "TextSource", "chat_frame", "text_source"]
 
 Counter = Callable[[int, int], None]
 
@@ -140,7 +140,7 @@ def text_source(
         chosen = _chosen(_rendered(tokenizer, prompts, capacity), tokens, seed)
         digest = hashlib.sha256(repr(chosen).encode()).hexdigest()
         return TextSource({**name, "prompts": digest}, chosen, (), ends, (), capacity, tokens, seed)
-    header, reply = _frame(tokenizer, files.chat_template is not None)
+    header, reply = chat_frame(tokenizer, files.chat_template is not None)
     room = min(LENGTH, capacity - 1)
     if header and reply and len(header) + len(reply) + _ANSWER // 8 < room:
         return TextSource(name, (), (header,), ends, reply, capacity, tokens, seed)
@@ -182,7 +182,7 @@ def _chosen(prompts: Sequence[tuple[int, ...]], tokens: int, seed: int) -> tuple
     return tuple(chosen)
 
 
-def _frame(tokenizer: Tokenizer, chat: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def chat_frame(tokenizer: Tokenizer, chat: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a chat template puts before a user's words, and between them and the answer; () where it cannot be told."""
     if not chat:
         return (), ()

@@ -7,7 +7,8 @@ and R only, the cache is a buffer of C rows that input and output share, attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ def write_decoder(
     device: str = "cpu",
     standard: bool = False,
     draft: bool = False,
+    taps: Sequence[int] = (),
     quantise: Quantiser | None = None,
     tensors: Tensors | None = None,
     on_tensor: Callable[[int], None] | None = None,
@@ -60,6 +62,7 @@ def write_decoder(
         device: "cpu" or "cuda".
         standard: Also write the standard graph.
         draft: The model drafts: it gets the number format that is fastest for one row.
+        taps: Layers whose inputs the speculative graph gives beside the hidden rows, ascending.
         quantise: Decides how each linear layer is stored; None: rounded to the nearest of its grid, or,
             with "gguf", kept as the file has it.
         tensors: To store instead of the checkpoint's own, under the same names.
@@ -84,10 +87,10 @@ def write_decoder(
     data = folder / f"{STANDARD if standard else stem}.onnx_data"
     with WeightFile(data, on_tensor) as weights:
         decoder.store(checkpoint.tensors if tensors is None else tensors, weights, quantise)
-        _save(_speculative_graph(decoder, weights), folder / f"{stem}.onnx")
+        _save(_speculative_graph(decoder, weights, taps), folder / f"{stem}.onnx")
         if standard:
             _save(standard_graph(decoder, weights), folder / f"{STANDARD}.onnx")
-    return _spec(decoder, recipe, f"{stem}.onnx", weights.size)
+    return replace(_spec(decoder, recipe, f"{stem}.onnx", weights.size), taps=tuple(taps))
 
 
 def _spec(decoder: Decoder, recipe: Recipe, file: str, weight_bytes: int) -> GraphSpec:
@@ -108,7 +111,7 @@ def _spec(decoder: Decoder, recipe: Recipe, file: str, weight_bytes: int) -> Gra
     )
 
 
-def _speculative_graph(decoder: Decoder, weights: WeightFile) -> ModelProto:
+def _speculative_graph(decoder: Decoder, weights: WeightFile, taps: Sequence[int]) -> ModelProto:
     sizes, dtype = decoder.dimensions, decoder.form.dtype
     graph = GraphBuilder(weights, dtype)
     ids = graph.input(Names.INPUT_IDS, "int64", [1, _ROWS])
@@ -118,16 +121,20 @@ def _speculative_graph(decoder: Decoder, weights: WeightFile) -> ModelProto:
     graph.input(Names.TOTAL, "int32", [1])
     wanted = graph.input(Names.LOGIT_ROWS, "int64", [_LOGIT_ROWS])
     # The outputs are float32 whatever the activations are; the names belong to what leaves the graph.
-    final = Names.HIDDEN if dtype == "float32" else f"{Names.HIDDEN}.{dtype}"
-    hidden = decoder.run(graph, ids, lambda layer, qkv: _tree_attention(decoder, graph, layer, qkv), final)
+    final, inner = (name if dtype == "float32" else f"{name}.{dtype}" for name in (Names.HIDDEN, Names.INNER))
+    hidden = decoder.run(graph, ids, lambda layer, qkv: _tree_attention(decoder, graph, layer, qkv), final, taps, inner)
     flat = graph.op("Reshape", hidden, graph.integers(-1, sizes.hidden_size))
     scores = decoder.vocabulary.logits(graph, graph.op("Gather", flat, wanted, axis=0))
     if dtype != "float32":
         scores = graph.cast(scores, "float32")
         graph.cast(hidden, "float32", Names.HIDDEN)
+        if taps:
+            graph.cast(inner, "float32", Names.INNER)
     graph.op("Unsqueeze", scores, graph.integers(0), name=Names.LOGITS)
     graph.output(Names.LOGITS, "float32", [1, _LOGIT_ROWS, sizes.vocab_size])
     graph.output(Names.HIDDEN, "float32", [1, _ROWS, sizes.hidden_size])
+    if taps:
+        graph.output(Names.INNER, "float32", [1, _ROWS, len(taps) * sizes.hidden_size])
     cache: list[int | str] = [1, sizes.kv_heads, _CAPACITY, sizes.head_dim]
     for layer in range(sizes.layers):
         for kind in ("key", "value"):

@@ -6,13 +6,15 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.drafts import DraftPlan
 from specedge.export.gguf_blocks import kept_bytes, rounded_tensors
+from specedge.export.heads_choice import find_heads
+from specedge.export.heads_file import Heads
 from specedge.export.interop import STANDARD_GRAPH
 from specedge.export.layer_draft import check_layers
 from specedge.export.memory import Estimate, count_parameters, estimate, stored_bytes
@@ -20,7 +22,7 @@ from specedge.export.options import ExportOptions, Progress
 from specedge.export.storage import Storage
 from specedge.models import find_family, read_dimensions
 from specedge.quant.recipe import Recipe, parse_recipe
-from specedge.runtime.bundle import GraphSpec
+from specedge.runtime.bundle import GraphSpec, HeadsSpec
 from specedge.runtime.errors import MissingExtraError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Graphs", "Plan", "check_recipes", "make_plan"]
 
+MEDUSA = "medusa"
 _DEFAULT_CAPACITY = 4096
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
@@ -43,12 +46,14 @@ class Graphs:
         target: The graph that verifies.
         drafts: Draft models by name.
         standard: Path of the standard graph.
+        heads: Heads by name.
     """
 
     family: str
     target: GraphSpec
     drafts: Mapping[str, GraphSpec]
     standard: str = STANDARD_GRAPH
+    heads: Mapping[str, HeadsSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Plan:
         estimate: Disk and memory it takes.
         options: What was asked for.
         calibration: Statistics of the target's activations and the texts they are of; None: nothing needs them.
+        heads: Heads to put in; None: none.
     """
 
     checkpoint: Checkpoint
@@ -75,6 +81,7 @@ class Plan:
     estimate: Estimate
     options: ExportOptions
     calibration: PreparedCalibration | None
+    heads: Heads | None = None
 
     def write(self, folder: Path, report: Progress) -> Graphs:
         """Writes the graphs into the folder of the bundle."""
@@ -90,7 +97,8 @@ class Plan:
 
     def _write(self, family: str, folder: Path, report: Progress) -> Graphs:
         written = _counter(report, "write target", self.estimate.target)
-        store = Storage(self.checkpoint, self.options.device, self.capacity, self.options.seed, report, written)
+        taps = self.heads.config.taps if self.heads is not None else ()
+        store = Storage(self.checkpoint, self.options.device, self.capacity, self.options.seed, report, written, taps)
         target = store.target(folder, self.target, self.calibration)
         report("write target", target.weight_bytes, target.weight_bytes)
         if self.calibration is not None:
@@ -102,7 +110,19 @@ class Plan:
             drafts[plan.name] = store.draft(folder, plan, target, model, self.calibration)
         total = sum(draft.weight_bytes for draft in drafts.values())
         report("write drafts", total, total)
-        return Graphs(family, target, drafts)
+        heads = {} if self.heads is None else {MEDUSA: self._write_heads(self.heads, folder, target, report)}
+        return Graphs(family, target, drafts, heads=heads)
+
+    def _write_heads(self, heads: Heads, folder: Path, target: GraphSpec, report: Progress) -> HeadsSpec:
+        from specedge.export.heads import write_heads
+        from specedge.export.heads_calibration import write_calibration
+
+        report("write heads", 0, 2)
+        spec = write_heads(heads, self.checkpoint, folder, self.options.heads_recipe)
+        report("write heads", 1, 2)
+        write_calibration(folder, MEDUSA, heads, target, spec, self.calibration)
+        report("write heads", 2, 2)
+        return spec
 
 
 def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, report: Progress | None = None) -> Plan:
@@ -129,6 +149,11 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, re
                 "through Optimum, which writes fp32 for the CPU; leave --precision and --device out"
             )
         target, drafts = parse_recipe("fp32"), ()
+        if options.heads not in (None, "none"):
+            raise UsageError(
+                f"heads {options.heads!r}: {_model_type(checkpoint)} goes through Optimum, which gives no "
+                "rows for heads to read; leave --heads out"
+            )
     elif options.drafts not in (None, ("none",)) and len(drafts) < len(set(options.drafts)):
         _log.info("a draft in the target's own precision, %s, would save nothing and is left out", target.name)
     own = [target, *(plan.recipe for plan in drafts if plan.kind != "model")]
@@ -139,10 +164,12 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, re
     for plan in drafts:
         if plan.kind == "layers":
             check_layers(checkpoint, plan.layers)
+    heads = None if family is None else find_heads(checkpoint, options.heads)
     calibrated = target.calibrated or any(plan.calibrated for plan in drafts)
+    calibrated = calibrated or (heads is not None and heads.calibration is None)
     calibration = _prepared(checkpoint, options, capacity, report) if calibrated else None
     estimated = _estimate(checkpoint, target, drafts, models, options, torch=torch and options.verify)
-    return Plan(checkpoint, family, target, drafts, models, capacity, estimated, options, calibration)
+    return Plan(checkpoint, family, target, drafts, models, capacity, estimated, options, calibration, heads)
 
 
 def _check_packages(recipes: Sequence[Recipe]) -> None:

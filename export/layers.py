@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,15 @@ class Decoder:
         for module, weight, bias in _of_layer(source, self.dimensions):
             self.linears.store(weights, module, quantise(module, weight, bias))
 
-    def run(self, graph: GraphBuilder, ids: str, attention: Attention, hidden: str | None = None) -> str:
+    def run(
+        self,
+        graph: GraphBuilder,
+        ids: str,
+        attention: Attention,
+        hidden: str | None = None,
+        taps: Collection[int] = (),
+        inner: str | None = None,
+    ) -> str:
         """Adds all layers.
 
         Args:
@@ -87,6 +95,8 @@ class Decoder:
             ids: Name of the token ids, [B, S].
             attention: Adds the attention of a layer.
             hidden: Name for the result.
+            taps: Layers whose inputs are wanted as well.
+            inner: Name for these, one behind the other: [B, S, taps * hidden_size].
 
         Returns:
             The name of [B, S, hidden_size], after the final norm.
@@ -95,7 +105,10 @@ class Decoder:
         residual = self.vocabulary.embed(graph, ids)
         norm = graph.weight(_attention_norm(0))
         rows = graph.op("SimplifiedLayerNormalization", residual, norm, axis=-1, epsilon=sizes.norm_eps, stash_type=1)
+        tapped = []
         for layer in range(sizes.layers):
+            if layer in taps:
+                tapped.append(residual)
             heads = attention(layer, apply(graph, rows, _module(layer, "self_attn.qkv_proj")))
             mixed = apply(graph, heads, _module(layer, "self_attn.o_proj"))
             rows, residual = self._norm(graph, mixed, residual, _mlp_norm(layer), f"layer_{layer}.mlp")
@@ -107,6 +120,8 @@ class Decoder:
             norm = _FINAL_NORM if last else _attention_norm(layer + 1)
             label = hidden if last and hidden else f"layer_{layer + 1}.attention"
             rows, residual = self._norm(graph, mixed, residual, norm, label)
+        if tapped:
+            graph.op("Concat", *tapped, axis=-1, name=inner)
         return rows
 
     def _norm(self, graph: GraphBuilder, x: str, residual: str, norm: str, label: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ PHASES = (
     "calibrate",
     "write target",
     "write drafts",
+    "write heads",
     "interop files",
     "self-check",
     "parity check",
@@ -50,6 +51,8 @@ class ExportOptions:
             device's default draft where the target is fp32 or fp16, else none.
         compensate: What compensates the rounding of the drafts, and of the target, whose recipes
             name no method; None: nothing does.
+        heads: Medusa heads to put in: a file or folder, or "none". None takes those shipped for a built-in model.
+        heads_precision: How they are stored, as `parse_recipe` reads it.
         calibration: A folder to keep what calibration measures in, or that holds it; None: it is not kept.
         calibration_prompts: What to calibrate on; None: what the target writes by itself.
         seed: Of the text that the target writes, and of distillation.
@@ -65,6 +68,8 @@ class ExportOptions:
     device: str = "cpu"
     drafts: tuple[str, ...] | None = None
     compensate: str | None = None
+    heads: str | None = None
+    heads_precision: str = "int8"
     calibration: Path | None = None
     calibration_prompts: tuple[Prompt, ...] | None = None
     seed: int = 0
@@ -81,6 +86,7 @@ class ExportOptions:
                     f"precision {recipe.form.name!r} has no operator on any device; "
                     "it is there for compare-compensation alone, so choose int4"
                 )
+        _ = self.heads_recipe  # checked
         if not is_row_invariant(self.target.form):
             raise UsageError(
                 f"precision {self.target.name!r}: in blocks as large as these, what a row gives depends on how many "
@@ -101,6 +107,7 @@ class ExportOptions:
         if self.methods and all(recipe.form.grid is None for recipe in recipes):
             raise UsageError(f"compensate {self.compensate!r}: nothing here is rounded; leave it out")
         calibrated = self.target.calibrated or any(plan.calibrated for plan in self.draft_plans)
+        calibrated = calibrated or self.heads not in (None, "none")
         if not calibrated and (self.calibration is not None or self.calibration_prompts is not None):
             raise UsageError("nothing here needs a calibration: compensate, as in self-int4+gptq, or leave it out")
 
@@ -114,6 +121,14 @@ class ExportOptions:
         """How the target is stored."""
         precision = self.precision if self.precision is not None else default_precision(self.device)
         return parse_recipe(precision, self.device, default_methods=self.methods)
+
+    @property
+    def heads_recipe(self) -> Recipe:
+        """How heads are stored: as a draft is, since they run one row."""
+        recipe = parse_recipe(self.heads_precision, self.device, draft=True)
+        if recipe.calibrated or recipe.form.name == "gguf":
+            raise UsageError(f"heads precision {recipe.name!r}: heads are only rounded; give fp32, int8 or int4")
+        return recipe
 
     @property
     def draft_plans(self) -> tuple[DraftPlan, ...]:

@@ -165,6 +165,7 @@ def _manifest(
         checks=checks,
         license=checkpoint.license,
         exporter=__version__,
+        heads=graphs.heads,
     )
 
 

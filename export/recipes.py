@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ def write_recipe(
     capacity: int,
     device: str = "cpu",
     draft: bool = False,
+    taps: Sequence[int] = (),
     target: Checkpoint | None = None,
     seed: int = 0,
     on_tensor: Callable[[int], None] | None = None,
@@ -41,7 +42,7 @@ def write_recipe(
         recipe: Format and methods.
         calibration: Of this checkpoint; None where the recipe needs none.
         stem: "target" or "draft".
-        capacity, device, draft, on_tensor: As `write_decoder`.
+        capacity, device, draft, taps, on_tensor: As `write_decoder`.
         target: What a draft is distilled from, where that is another checkpoint.
         seed: Of distillation.
         progress: Told of steps of distillation.
@@ -67,6 +68,7 @@ def write_recipe(
         device=device,
         standard=stem == "target",
         draft=draft,
+        taps=taps,
         quantise=quantise,
         tensors=tensors,
         on_tensor=on_tensor,

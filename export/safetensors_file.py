@@ -22,6 +22,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 # Never weights of a model that can be exported: sizes for checking the layout only.
 _OTHER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_INTEGERS = {"I8": np.dtype("<i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _OTHER_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _STORED.items()} | _OTHER_BYTES
 
@@ -34,7 +35,7 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """One file; `entries` says where each tensor lies."""
+    """One file; `entries` says where each tensor lies, `metadata` what its writer noted."""
 
     def __init__(self, path: Path) -> None:
         """Read and check the header; no tensor data.
@@ -62,7 +63,8 @@ class SafetensorsFile:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is no safetensors file: its header is not UTF-8") from error
         declared = parse_json(text, f"the header of {path}")
-        declared.pop("__metadata__", None)
+        noted = declared.pop("__metadata__", None)
+        self.metadata: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
         self.entries = self._entries(declared, 8 + length, size)
 
     def _entries(self, declared: Mapping[str, Any], start: int, size: int) -> dict[str, _Entry]:
@@ -110,16 +112,32 @@ class SafetensorsFile:
         entry = self.entries[name]
         if entry.dtype not in _STORED:
             raise UnsupportedModelError(f"{self.path}: tensor {name} is {entry.dtype}; F32, F16 and BF16 can be read")
+        data = self._data(entry, _STORED[entry.dtype])
+        if entry.dtype == "BF16":
+            data = data.view(_bfloat16())
+        return check_finite(data.astype(np.float32, copy=False).reshape(entry.shape), name, self.path)
+
+    def read_integers(self, name: str) -> NDArray[np.int64]:
+        """One tensor of integers.
+
+        Raises:
+            CheckpointError: The file became shorter.
+            UnsupportedModelError: The tensor is not I8, I32 or I64.
+        """
+        entry = self.entries[name]
+        if entry.dtype not in _INTEGERS:
+            raise UnsupportedModelError(f"{self.path}: tensor {name} is {entry.dtype} where integers belong")
+        return self._data(entry, _INTEGERS[entry.dtype]).astype(np.int64).reshape(entry.shape)
+
+    def _data(self, entry: _Entry, dtype: np.dtype[Any]) -> NDArray[Any]:
         count = math.prod(entry.shape)
         try:
-            data = np.fromfile(self.path, _STORED[entry.dtype], count, offset=entry.offset)
+            data = np.fromfile(self.path, dtype, count, offset=entry.offset)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
         if data.size != count:
             raise CheckpointError(f"{self.path} became shorter while it was read")
-        if entry.dtype == "BF16":
-            data = data.view(_bfloat16())
-        return check_finite(data.astype(np.float32, copy=False).reshape(entry.shape), name, self.path)
+        return data
 
 
 class SafetensorsTensors:

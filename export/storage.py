@@ -37,6 +37,7 @@ class Storage:
         seed: Of distillation.
         report: Told how far calibration and the search of layers are.
         on_tensor: Told how many bytes were just written.
+        taps: Layers whose inputs the target gives, for heads.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +46,7 @@ class Storage:
     seed: int
     report: Progress
     on_tensor: Callable[[int], None]
+    taps: tuple[int, ...] = ()
 
     def target(self, folder: Path, recipe: Recipe, calibration: PreparedCalibration | None) -> GraphSpec:
         """Writes the target, and the standard graph beside it, into a bundle's folder."""
@@ -118,6 +120,7 @@ class Storage:
             capacity=self.capacity,
             device=self.device,
             draft=not is_target,
+            taps=self.taps if is_target else (),
             target=None if checkpoint is self.checkpoint else self.checkpoint,
             seed=self.seed,
             on_tensor=self.on_tensor,

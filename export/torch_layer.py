@@ -50,6 +50,7 @@ class TorchLayer:
         *,
         free: Collection[str] = (),
         dtype: Any = None,
+        device: Any = "cpu",
     ) -> None:
         """Takes a layer.
 
@@ -58,16 +59,17 @@ class TorchLayer:
             form: Says how its input is rounded; None: it is not.
             free: Kinds of numbers that are free, where the layer has them.
             dtype: What products are computed in; None: float32.
+            device: Where.
         """
         import torch
 
         self.free: dict[str, Tensor] = {}
-        self._layer, self._dtype = layer, dtype or torch.float32
+        self._layer, self._dtype, self._device = layer, dtype or torch.float32, device
         self._rounding = rounding_of(form, layer)
         if isinstance(layer.weight, Rounded):
             self._read_grid(layer.weight, free)
         else:
-            self._values = torch.from_numpy(np.array(layer.weight, np.float32)).to(self._dtype)
+            self._values = torch.from_numpy(np.array(layer.weight, np.float32)).to(device, self._dtype)
         self._bias = None if layer.bias is None else self._number(layer.bias, BIAS in free and BIAS)
         self._low_rank: tuple[Tensor, Tensor] | None = None
         if layer.low_rank is not None:
@@ -127,10 +129,10 @@ class TorchLayer:
         codes = rounded.codes.reshape(rows, count, -1).astype(np.float32)
         if group.zero is not None:
             codes -= group.zero[..., None]
-        self._first_scale = torch.from_numpy(group.scale)
-        self._first_shift = None if group.shift is None else torch.from_numpy(group.shift)
+        self._first_scale = torch.from_numpy(group.scale).to(self._device)
+        self._first_shift = None if group.shift is None else torch.from_numpy(group.shift).to(self._device)
         # [out, groups, size], less their zero; bfloat16 holds all of -256 to 256 and every float8.
-        self._codes = torch.from_numpy(codes).to(torch.bfloat16)
+        self._codes = torch.from_numpy(codes).to(self._device, torch.bfloat16)
         if SCALE in free:
             self._number(np.zeros_like(group.scale), SCALE)
         if SHIFT in free and group.shift is not None:
@@ -139,7 +141,7 @@ class TorchLayer:
     def _number(self, value: Matrix, kind: str | bool) -> Tensor:
         import torch
 
-        tensor = torch.from_numpy(np.array(value, np.float32))
+        tensor = torch.from_numpy(np.array(value, np.float32)).to(self._device)
         if isinstance(kind, str):
             self.free[kind] = tensor.requires_grad_()
         return tensor
@@ -211,5 +213,5 @@ def _at(values: Tensor, ids: Tensor | None) -> Tensor:
 
 
 def _array(values: Tensor) -> Matrix:
-    result: Matrix = values.detach().float().numpy().copy()
+    result: Matrix = values.detach().float().cpu().numpy().copy()
     return result

@@ -26,6 +26,7 @@ __all__ = [
     "Bundle",
     "FileEntry",
     "GraphSpec",
+    "HeadsSpec",
     "Manifest",
     "hash_file",
     "open_bundle",
@@ -60,6 +61,7 @@ class GraphSpec:
             it reads the target's keys and values and writes its own behind them.
         cache_layers: Where it shares the cache: which of the target's layers each of its own is; (): all, in order.
         recipe: Its format, options and compensation as they were asked for: "int4:b64:sym+gptq".
+        taps: Layers whose inputs it gives beside the hidden rows, for heads that read them.
     """
 
     file: str
@@ -76,6 +78,7 @@ class GraphSpec:
     shares_cache: bool = False
     cache_layers: tuple[int, ...] = ()
     recipe: str = ""
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.flavour not in FLAVOURS:
@@ -88,6 +91,8 @@ class GraphSpec:
         kept = self.cache_layers
         if kept and (not self.shares_cache or len(kept) != self.layers or list(kept) != sorted(set(kept))):
             raise ValueError(f"cache_layers {list(kept)} are not the layers of the {self.layers} it has, in order")
+        if any(not 0 <= tap < self.layers for tap in self.taps) or list(self.taps) != sorted(set(self.taps)):
+            raise ValueError(f"taps {list(self.taps)} are not some of the {self.layers} layers, in order")
         if self.recipe and not _SAFE_PART.fullmatch(self.recipe):
             raise ValueError("recipe has characters other than letters, digits and ._+:@,=-")
 
@@ -101,6 +106,39 @@ class GraphSpec:
     def tree(self) -> bool:
         """Whether a token tree can be verified in one pass."""
         return self.flavour == "gqa"
+
+
+@dataclass(frozen=True)
+class HeadsSpec:
+    """Heads that draft from the target's own rows.
+
+    Attributes:
+        file: Path of their graph inside the bundle.
+        precision: Name of their number format.
+        heads: How many; head k guesses k places behind the token that the target decides.
+        guesses: Guesses of each.
+        vocabulary: Among how many tokens they guess.
+        hidden_size, taps: What they read: the target's hidden rows, and inputs of its layers.
+        chain: They read the newest committed token as well.
+        weight_bytes: Size of the weights.
+        recipe: Their format as it was asked for.
+    """
+
+    file: str
+    precision: str
+    heads: int
+    guesses: int
+    vocabulary: int
+    hidden_size: int
+    weight_bytes: int
+    taps: tuple[int, ...] = ()
+    chain: bool = False
+    recipe: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "guesses", "vocabulary", "hidden_size"):
+            if not 0 < getattr(self, name) < 1 << 24:
+                raise ValueError(f"{name} is {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -122,6 +160,7 @@ class Manifest:
         device: What the bundle was exported for.
         target: The graph that verifies.
         drafts: Draft models by name, the default first.
+        heads: Heads by method: "medusa".
         standard: Path of the graph with standard inputs and outputs.
         vocab_size: Number of token ids the target gives logits for.
         bos_token_id: Begin-of-text token, if the tokenizer prepends one.
@@ -146,6 +185,7 @@ class Manifest:
     checks: Mapping[str, Any] = field(default_factory=dict)
     license: str | None = None
     exporter: str = ""
+    heads: Mapping[str, HeadsSpec] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -155,7 +195,8 @@ class Manifest:
         Weights count twice (mapped and prepacked), and a cache where a draft has its own.
         """
         own = (2 * graph.weight_bytes + graph.cache_bytes * (not graph.shares_cache) for graph in self.drafts.values())
-        return 2 * self.target.weight_bytes + self.target.cache_bytes + max(own, default=0)
+        heads = (2 * heads.weight_bytes for heads in self.heads.values())
+        return 2 * self.target.weight_bytes + self.target.cache_bytes + max([*own, *heads], default=0)
 
 
 @dataclass(frozen=True)
@@ -258,7 +299,8 @@ def _check_files(bundle: Bundle) -> None:
         if status.st_size != entry.size:
             raise BundleError(f"{path}: {status.st_size:,} bytes where {entry.size:,} belong; export the bundle again")
     manifest = bundle.manifest
-    for name in (manifest.target.file, manifest.standard, *(draft.file for draft in manifest.drafts.values())):
+    graphs = (manifest.target, *manifest.drafts.values(), *manifest.heads.values())
+    for name in (manifest.standard, *(graph.file for graph in graphs)):
         bundle.path(name)
 
 
@@ -283,6 +325,10 @@ def _manifest(raw: Any) -> Manifest:
     values["drafts"] = {
         _name(name): _graph(graph, f"draft {name!r}") for name, graph in mapping_of(values["drafts"], "drafts").items()
     }
+    values["heads"] = {
+        _name(name): _heads(heads, f"heads {name!r}")
+        for name, heads in mapping_of(values.get("heads", {}), "heads").items()
+    }
     values["files"] = {
         _safe_path(name): FileEntry(**fields_of(FileEntry, entry, f"file {name!r}"))
         for name, entry in mapping_of(values["files"], "files").items()
@@ -301,16 +347,33 @@ def _manifest(raw: Any) -> Manifest:
             raise ValueError(f"{graph.file} has {graph.vocab_size} tokens where {manifest.vocab_size} belong")
         if any(not 0 <= layer < manifest.target.layers for layer in graph.cache_layers):
             raise ValueError(f"{graph.file}: cache_layers are not all within the target's {manifest.target.layers}")
+    for heads in manifest.heads.values():
+        reads = (heads.hidden_size, heads.taps or manifest.target.taps)
+        if not manifest.target.tree or reads != (manifest.target.hidden_size, manifest.target.taps):
+            raise ValueError(f"{heads.file} reads rows that the target does not give")
     return manifest
 
 
 def _graph(raw: Any, where: str) -> GraphSpec:
     values = fields_of(GraphSpec, raw, where)
-    if any(type(layer) is not int for layer in values["cache_layers"]):
-        raise ValueError(f"{where}: cache_layers are not whole numbers")
-    spec = GraphSpec(**{**values, "cache_layers": tuple(values["cache_layers"])})
+    for name in ("cache_layers", "taps"):
+        values[name] = _layers(values[name], f"{where}: {name}")
+    spec = GraphSpec(**values)
     _safe_path(spec.file)
     return spec
+
+
+def _heads(raw: Any, where: str) -> HeadsSpec:
+    values = fields_of(HeadsSpec, raw, where)
+    spec = HeadsSpec(**{**values, "taps": _layers(values["taps"], f"{where}: taps")})
+    _safe_path(spec.file)
+    return spec
+
+
+def _layers(raw: Any, where: str) -> tuple[int, ...]:
+    if any(type(layer) is not int for layer in raw):
+        raise ValueError(f"{where} are not whole numbers")
+    return tuple(raw)
 
 
 def _token(value: Any, vocab_size: int) -> int:

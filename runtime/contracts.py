@@ -50,8 +50,15 @@ class GraphNames:
     LOGIT_ROWS = "logit_rows"  # int64 [R], which of the S rows go through the vocabulary product
     LOGITS = "logits"  # float32 [1, R, vocab]
     HIDDEN = "hidden"  # float32 [1, S, hidden_size], after the final norm
+    INNER = "inner"  # float32 [1, S, taps * hidden_size], inputs of some layers, where heads read them
 
     ATTENTION_MASK = "attention_mask"  # int64 [B, past + S], standard graph only
+
+    # Heads: K of them, M guesses each.
+    TOKEN = "token"  # int64 [1], the newest committed token
+    GUESSES = "guesses"  # int64 [K, M], token ids, the likeliest first
+    HEAD_LOGITS = "head_logits"  # float32 [K, N], of the N tokens that are ever guessed
+    GUESSED = "guessed_tokens"  # int64 [N], their ids
 
     @staticmethod
     def past(layer: int, kind: str) -> str:
@@ -116,10 +123,12 @@ class Rows:
     Attributes:
         logits: [rows, vocab].
         hidden: [rows, hidden_size], after the final norm (what Medusa heads read).
+        inner: [rows, taps * hidden_size], inputs of some layers, where the graph gives them.
     """
 
     logits: Floats
     hidden: Floats | None = None
+    inner: Floats | None = None
 
 
 @dataclass(frozen=True)

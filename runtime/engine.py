@@ -12,16 +12,15 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from specedge.runtime.bundle import Bundle, GraphSpec, Manifest, open_bundle
+from specedge.runtime.bundle import Bundle, Manifest, open_bundle
 from specedge.runtime.chat import Chat
 from specedge.runtime.contracts import Drafter, SamplingDrafter, Target
 from specedge.runtime.drafters.guard import GuardedDrafter
-from specedge.runtime.drafters.registry import method_names, open_drafter
+from specedge.runtime.drafters.registry import is_method, method_names, open_drafter
 from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.generation import Generation
-from specedge.runtime.graph import Decoder
-from specedge.runtime.growing import GrowingDecoder
+from specedge.runtime.opening import Opener
 from specedge.runtime.options import Options
 from specedge.runtime.session import Session
 from specedge.runtime.text import Text
@@ -52,10 +51,9 @@ class Engine:
         verify: bool = True,
     ) -> None:
         self._bundle: Bundle = open_bundle(bundle, verify=verify)
-        self._threads = threads
-        self._capacity = capacity
         self.text = Text.load(self._bundle)
-        self._session = Session(self._decoder(self.manifest.target))
+        self._opener = Opener(self._bundle, threads=threads, capacity=capacity)
+        self._session = Session(self._opener.target)
         self._drafters: dict[str, Drafter] = {}
         self._running: Generation | None = None
         self._closed = False
@@ -80,13 +78,13 @@ class Engine:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods this bundle holds: "none", "draft:NAME" for each draft model, "ngram"."""
+        """Methods this bundle holds: "none", "draft:NAME" for each draft model, "medusa", "ngram"."""
         return method_names(self.manifest)
 
     @property
     def default_method(self) -> str:
-        """The bundle's first draft model, else n-gram lookup."""
-        return self._first_draft or "ngram"
+        """The bundle's first draft model, else its heads, else n-gram lookup."""
+        return self._first_draft or ("medusa" if "medusa" in self.methods else "ngram")
 
     def generate(self, prompt: str | Sequence[int], options: Options | None = None, **overrides: Any) -> Generation:
         """Starts a reply.
@@ -159,7 +157,7 @@ class Engine:
             return self.default_method
         if method == "draft" and self._first_draft:
             return self._first_draft
-        if method not in self.methods:
+        if not is_method(method, self.manifest):
             raise UsageError(f"method {method!r} is not in {self.folder}; choose one of {', '.join(self.methods)}")
         return method
 
@@ -221,25 +219,12 @@ class Engine:
         """Drafters stay open over replies; one that was not used lately catches up by itself."""
         method = options.method or "none"
         if method not in self._drafters:
-            self._drafters[method] = open_drafter(method, self.manifest, self._decoder)
+            self._drafters[method] = open_drafter(method, self._opener)
             self._session.drafters.append(self._drafters[method])
         drafter = self._drafters[method]
         if isinstance(drafter, SamplingDrafter):
             drafter.sample = options.accept == "rejection" and not options.greedy
         return drafter
-
-    def _decoder(self, spec: GraphSpec) -> Target:
-        path, device = self._bundle.path(spec.file), self.manifest.device
-        if spec.shares_cache and isinstance(self.target, Decoder):
-            return Decoder(path, spec, device=device, threads=self._threads, host=self.target)
-        capacity, verifies = self._capacity, spec is self.manifest.target
-        if capacity is not None and not verifies:
-            capacity = min(capacity, spec.capacity)  # a draft model's context may end sooner; it then stops drafting
-        if not spec.tree:
-            return GrowingDecoder(path, spec, capacity=capacity, device=device, threads=self._threads)
-        # In floats another kernel moves a logit by 1e-5; with rounded activations by whole units.
-        paired = verifies and not spec.precision.startswith(("fp32", "fp16"))
-        return Decoder(path, spec, capacity=capacity, device=device, threads=self._threads, paired=paired)
 
 
 def _with(options: Options, overrides: dict[str, Any]) -> Options:

@@ -176,7 +176,9 @@ class Decoder:
         binding.run()
         self._cache.append(committed)
         self._nodes = nodes
-        return Rows(binding.logits[0], binding.hidden[0, committed - 1 : used])
+        kept = slice(committed - 1, used)
+        inner = None if binding.inner is None else binding.inner[0, kept]
+        return Rows(binding.logits[0], binding.hidden[0, kept], inner)
 
     def _binding(self, width: int, logit_rows: int) -> _Binding:
         key = (width, logit_rows)
@@ -240,10 +242,14 @@ class _Binding:
         }
         self.logits = np.zeros((1, logit_rows, spec.vocab_size), np.float32)
         self.hidden = np.zeros((1, width, spec.hidden_size), np.float32)
+        self.inner: Floats | None = None
         for name, array in self._inputs.items():
             self._bind(self._io.bind_input, name, array)
         self._bind(self._io.bind_output, GraphNames.LOGITS, self.logits)
         self._bind(self._io.bind_output, GraphNames.HIDDEN, self.hidden)
+        if spec.taps:
+            self.inner = np.zeros((1, width, len(spec.taps) * spec.hidden_size), np.float32)
+            self._bind(self._io.bind_output, GraphNames.INNER, self.inner)
         self._bind_cache(slots, cache)
         self._ids = self._inputs[GraphNames.INPUT_IDS][0]
         self._positions = self._inputs[GraphNames.POSITION_IDS][0]
@@ -329,6 +335,8 @@ def _check_interface(session: ort.InferenceSession, spec: GraphSpec, path: Path)
         GraphNames.LOGITS: ("tensor(float)", [1, None, spec.vocab_size]),
         GraphNames.HIDDEN: ("tensor(float)", [1, None, spec.hidden_size]),
     }
+    if spec.taps:
+        outputs[GraphNames.INNER] = ("tensor(float)", [1, None, len(spec.taps) * spec.hidden_size])
     for layer in range(spec.layers):
         for kind in ("key", "value"):
             inputs[GraphNames.past(layer, kind)] = (cache, [1, spec.kv_heads, None, spec.head_dim])

@@ -90,7 +90,8 @@ def _keep(rows: Rows, path: tuple[int, ...]) -> Rows:
     index: slice | list[int] = [0, *(node + 1 for node in path)]
     if path == tuple(range(len(path))):
         index = slice(0, len(path) + 1)
-    return Rows(rows.logits[index], None if rows.hidden is None else rows.hidden[index])
+    hidden, inner = (None if part is None else part[index] for part in (rows.hidden, rows.inner))
+    return Rows(rows.logits[index], hidden, inner)
 
 
 def _rejected(draft: Draft, path: tuple[int, ...]) -> bool:

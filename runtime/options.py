@@ -11,7 +11,7 @@ from specedge.runtime.errors import UsageError
 
 __all__ = ["ACCEPT_MODES", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "Options"]
 
-ACCEPT_MODES = ("exact", "rejection")
+ACCEPT_MODES = ("exact", "rejection", "typical")
 DEFAULT_DRAFT_LENGTH = 4
 MAX_DRAFT_LENGTH = 31
 
@@ -21,9 +21,11 @@ class Options:
     """Options of one reply.
 
     Attributes:
-        method: "none", "draft", "draft:NAME" or "ngram"; None takes the bundle's default.
+        method: "none", "draft", "draft:NAME", "medusa", "medusa:2x3" (a dense tree) or "ngram"; None takes
+            the bundle's default.
         accept: "exact" (a seed gives the same text under every method) or "rejection"
-            (the same law, more accepted tokens when sampling).
+            (the same law, more accepted tokens when sampling), both lossless; or "typical" (what the
+            target finds likely enough stands, which changes the law when sampling).
         draft_length: Most tokens drafted a round, 1 to 31.
         max_tokens: Most tokens in the reply; None: until the context is full.
         temperature: 0 is greedy.
@@ -34,6 +36,8 @@ class Options:
         presence_penalty: Subtracted from logits of tokens seen in the reply.
         frequency_penalty: Subtracted from logits, times how often the token stands in the reply.
         no_repeat_ngram: No n-gram of this length may occur twice; 0 is off.
+        typical_epsilon, typical_delta: "typical" takes a drafted token whose probability is more than
+            min(epsilon, delta * exp(-entropy)).
         seed: Seed of the draws; None takes a fresh one.
         stop: Texts that end the reply; they are not part of it.
     """
@@ -50,6 +54,8 @@ class Options:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram: int = 0
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -68,6 +74,8 @@ class Options:
         _range("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _range("no_repeat_ngram", self.no_repeat_ngram, 0, 1 << 20)
+        _range("typical_epsilon", self.typical_epsilon, 0.0, 1.0, open_low=True)
+        _range("typical_delta", self.typical_delta, 0.0, 1.0, open_low=True)
         if self.seed is not None:
             _range("seed", self.seed, 0, (1 << 64) - 1)
         texts = self.stop if isinstance(self.stop, (tuple, list)) else (None,)

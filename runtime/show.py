@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from specedge.runtime.bundle import Bundle, GraphSpec, Manifest
+    from specedge.runtime.bundle import Bundle, GraphSpec, HeadsSpec, Manifest
 
 __all__ = [
     "LEGEND",
@@ -224,6 +224,7 @@ def bundle_table(bundle: Bundle) -> Table:
         ("made for", f"{manifest.device}, by SpecEdge {manifest.exporter or 'unknown'}"),
         ("target", _graph(manifest.target)),
         *((f"draft {name}", _graph(graph, manifest.vocab_size)) for name, graph in manifest.drafts.items()),
+        *((f"heads {name}", _heads(heads)) for name, heads in manifest.heads.items()),
         ("standard graph", manifest.standard),
         ("capacity", f"{manifest.target.capacity:,} tokens"),
         ("vocabulary", f"{manifest.vocab_size:,} tokens; a reply ends at {_ids(manifest.eos_token_ids)}"),
@@ -240,6 +241,7 @@ def export_summary(manifest: Manifest) -> Table:
     rows = [
         ("target", _graph(manifest.target)),
         *((f"draft {name}", _graph(graph, manifest.vocab_size)) for name, graph in manifest.drafts.items()),
+        *((f"heads {name}", _heads(heads)) for name, heads in manifest.heads.items()),
         ("size", f"{megabytes(_size(manifest))} in {len(manifest.files)} files"),
         ("memory", f"about {megabytes(manifest.memory_bytes)} at work"),
         *((f"check {name}", value) for name, value in _checks(manifest.checks)),
@@ -274,6 +276,16 @@ def _graph(graph: GraphSpec, vocab_size: int | None = None) -> str:
     if vocab_size not in (None, graph.vocab_size):
         parts.append(f"{graph.vocab_size:,} tokens")
     return ", ".join(parts)
+
+
+def _heads(heads: HeadsSpec) -> str:
+    """Heads in a line."""
+    reads = "the token before and " * heads.chain + (f"layers {_spans(heads.taps)} and " if heads.taps else "")
+    return (
+        f"{heads.file}: {heads.recipe or heads.precision}, {heads.heads} heads of {heads.guesses} guesses among "
+        f"{heads.vocabulary:,} tokens, reading {reads}the last row, weights {megabytes(heads.weight_bytes)} "
+        f"(about {megabytes(2 * heads.weight_bytes)} at work)"
+    )
 
 
 def _spans(numbers: tuple[int, ...]) -> str:

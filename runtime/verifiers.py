@@ -6,6 +6,7 @@ float64 at run time, Fractions where the tests enumerate every outcome.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from specedge.runtime.contracts import Context, Draft, Floats, Law, Verdict, Verifier
 from specedge.runtime.options import Options
 
-__all__ = ["Exact", "Greedy", "Rejection", "verifier_for"]
+__all__ = ["Exact", "Greedy", "Rejection", "Typical", "verifier_for"]
 
 _REJECTION_STREAM = 2
 
@@ -84,10 +85,61 @@ class Rejection:
             prefix.append(draft.tokens[node])
 
 
+class Typical:
+    """Takes what the target finds likely enough: p(x) > min(epsilon, delta * exp(-H(p))). Not lossless.
+
+    Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1). The longest accepted path wins, of
+    equally long ones the likeliest. The paper always takes the first token, which the target draws
+    itself: that is the token at the end of the round before, so that here every node is tested.
+
+    Args:
+        epsilon: A token this likely always stands.
+        delta: The flatter the law, the less is asked.
+    """
+
+    name = "typical"
+    lossless = False
+
+    def __init__(self, epsilon: float, delta: float) -> None:
+        self._epsilon, self._delta = epsilon, delta
+
+    def judge(self, draft: Draft, logits: Floats, context: Context) -> Verdict:
+        """See `contracts.Verifier`."""
+        sampler, tested = context.sampler, 0
+        best: tuple[int, float, tuple[int, ...]] = (0, 0.0, ())
+        waiting: list[tuple[int, float, tuple[int, ...]]] = [(-1, 0.0, ())]
+        while waiting:
+            node, score, path = waiting.pop()
+            children = draft.children(node)
+            if not children:
+                continue
+            law = sampler.law(logits[node + 1], [*context.tokens, *(draft.tokens[each] for each in path)])
+            bound = min(self._epsilon, self._delta * math.exp(-entropy(law)))
+            for child in children:
+                tested += 1
+                probability = float(law[draft.tokens[child]])
+                if probability > bound:
+                    found = (child, score + math.log(probability), (*path, child))
+                    waiting.append(found)
+                    best = max(best, (len(found[2]), found[1], found[2]), key=lambda each: each[:2])
+        path = best[2]
+        last = path[-1] if path else -1
+        prefix = [*context.tokens, *(draft.tokens[node] for node in path)]
+        return Verdict(path, sampler.token(logits[last + 1], prefix), tested)
+
+
+def entropy(law: Law) -> float:
+    """Entropy of a law, in nats."""
+    positive = law[law > 0].astype(float)
+    return float(-(positive * np.log(positive)).sum())
+
+
 def verifier_for(options: Options) -> Verifier:
-    """The verifier that a reply's options ask for."""
+    """The verifier that a reply's options ask for; at temperature 0 every one is greedy, and lossless."""
     if options.greedy:
         return Greedy()
+    if options.accept == "typical":
+        return Typical(options.typical_epsilon, options.typical_delta)
     return Rejection() if options.accept == "rejection" else Exact()
 
 

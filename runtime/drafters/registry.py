@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from specedge.runtime.bundle import GraphSpec, Manifest
+from specedge.runtime.bundle import Manifest
 from specedge.runtime.contracts import Drafter, Target
 from specedge.runtime.drafters.broken import BrokenDrafter
+from specedge.runtime.drafters.medusa import MedusaDrafter
 from specedge.runtime.drafters.model import ModelDrafter
 from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.none import NoDrafter
 from specedge.runtime.drafters.self_draft import SelfDrafter
+from specedge.runtime.drafters.tree import dense_tree, is_shape
 from specedge.runtime.errors import NumericError
 from specedge.runtime.graph import Decoder
 from specedge.runtime.growing import GrowingDecoder
+from specedge.runtime.heads import HeadsGraph
+from specedge.runtime.opening import Opener
 from specedge.runtime.soundness import check_weights
 
-__all__ = ["METHODS", "Method", "OpenModel", "method_names", "open_drafter"]
+__all__ = ["METHODS", "Method", "is_method", "method_names", "open_drafter"]
 
-OpenModel = Callable[[GraphSpec], Target]
-"""Opens one of the bundle's graphs."""
+_MEDUSA = "medusa"
 
 
 @dataclass(frozen=True)
@@ -30,34 +33,55 @@ class Method:
     Attributes:
         parts: Names of what the bundle holds for it, the default first; () where it holds nothing.
             "" stands for a drafter that needs nothing of the bundle.
-        open: Makes the drafter for one of these names.
+        open: Makes the drafter for one of these names, or a variant.
+        varies: Whether a text names a variant, which is not listed: "medusa:2x3".
     """
 
     parts: Callable[[Manifest], tuple[str, ...]]
-    open: Callable[[str, Manifest, OpenModel], Drafter]
+    open: Callable[[str, Opener], Drafter]
+    varies: Callable[[str], bool] = lambda text: False
 
 
 METHODS: Mapping[str, Method] = {
-    "none": Method(lambda manifest: ("",), lambda part, manifest, open_model: NoDrafter()),
+    "none": Method(lambda manifest: ("",), lambda part, opener: NoDrafter()),
     "draft": Method(
         lambda manifest: tuple(manifest.drafts),
-        lambda part, manifest, open_model: _draft_model(f"draft:{part}", open_model(manifest.drafts[part])),
+        lambda part, opener: _draft_model(f"draft:{part}", opener.draft(part)),
     ),
-    "ngram": Method(lambda manifest: ("",), lambda part, manifest, open_model: NgramDrafter()),
+    _MEDUSA: Method(
+        lambda manifest: ("",) if _MEDUSA in manifest.heads else (), lambda part, opener: _heads(part, opener), is_shape
+    ),
+    "ngram": Method(lambda manifest: ("",), lambda part, opener: NgramDrafter()),
 }
 
 
 def _draft_model(name: str, model: Target) -> Drafter:
     """A drafter over a draft model; one that drafts nothing and says why where the weights hold NaN or infinity."""
-    if isinstance(model, (Decoder, GrowingDecoder)):
-        try:
-            check_weights(model.path)
-        except NumericError as error:
-            model.close()
-            return BrokenDrafter(name, error)
+    if isinstance(model, (Decoder, GrowingDecoder)) and (error := _unsound(model)) is not None:
+        return BrokenDrafter(name, error)
     if isinstance(model, Decoder) and model.spec.shares_cache:
         return SelfDrafter(name, model)
     return ModelDrafter(name, model)
+
+
+def _heads(part: str, opener: Opener) -> Drafter:
+    """A drafter over heads: their calibrated tree, or a dense one of the shape that `part` gives."""
+    name = f"{_MEDUSA}:{part}" if part else _MEDUSA
+    spec = opener.manifest.heads[_MEDUSA]
+    tree = dense_tree(part, spec.heads, spec.guesses) if part else opener.calibration(_MEDUSA).tree
+    heads = opener.heads(_MEDUSA)
+    error = _unsound(heads)
+    return MedusaDrafter(name, heads, tree) if error is None else BrokenDrafter(name, error)
+
+
+def _unsound(graph: Decoder | GrowingDecoder | HeadsGraph) -> NumericError | None:
+    """What is wrong with a graph's weights; it is closed then."""
+    try:
+        check_weights(graph.path)
+    except NumericError as error:
+        graph.close()
+        return error
+    return None
 
 
 def method_names(manifest: Manifest) -> tuple[str, ...]:
@@ -67,7 +91,15 @@ def method_names(manifest: Manifest) -> tuple[str, ...]:
     )
 
 
-def open_drafter(method: str, manifest: Manifest, open_model: OpenModel) -> Drafter:
-    """Makes the drafter of one of `method_names`."""
+def is_method(method: str, manifest: Manifest) -> bool:
+    """Whether a bundle has this method: one of `method_names`, or a variant of one."""
     kind, _, part = method.partition(":")
-    return METHODS[kind].open(part, manifest, open_model)
+    return method in method_names(manifest) or (
+        kind in METHODS and bool(METHODS[kind].parts(manifest)) and METHODS[kind].varies(part)
+    )
+
+
+def open_drafter(method: str, opener: Opener) -> Drafter:
+    """Makes the drafter of one of `method_names`, or of a variant."""
+    kind, _, part = method.partition(":")
+    return METHODS[kind].open(part, opener)
