@@ -19,7 +19,7 @@ from specedge.quant.formats import EMBEDDING, HEAD, Format, nearest
 from specedge.quant.layer import Quantiser
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["COSINES", "SINES", "Attention", "Decoder", "linear_layers", "read_decoder"]
+__all__ = ["COSINES", "SINES", "Attention", "Decoder", "layer_modules", "linear_layers", "read_decoder"]
 
 COSINES = "cos_cache"
 SINES = "sin_cache"
@@ -178,18 +178,22 @@ def linear_layers(family: Family, sizes: Dimensions, tensors: Tensors) -> Iterat
 
 
 def _of_layer(source: _Layer, sizes: Dimensions) -> Iterator[tuple[str, Matrix, Matrix | None]]:
-    names = source.names
-    # One product for q, k and v reads the rows once, and GroupQueryAttention takes them packed.
-    qkv = (names.q, names.k, names.v)
-    for name, modules, bias in (
-        ("self_attn.qkv_proj", qkv, sizes.qkv_bias),
-        ("self_attn.o_proj", (names.output,), sizes.output_bias),
-        ("mlp.gate_proj", (names.gate,), sizes.mlp_bias),
-        ("mlp.up_proj", (names.up,), sizes.mlp_bias),
-        ("mlp.down_proj", (names.down,), sizes.mlp_bias),
-    ):
+    biases = (sizes.qkv_bias, sizes.output_bias, sizes.mlp_bias, sizes.mlp_bias, sizes.mlp_bias)
+    for (name, modules), bias in zip(layer_modules(source.names), biases, strict=True):
         joined = source.joined(modules, "bias") if bias else None
         yield _module(source.layer, name), source.joined(modules, "weight"), joined
+
+
+def layer_modules(names: Family) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The linear layers of a decoder layer, and which of a checkpoint's modules stand in each, one above the other."""
+    # One product for q, k and v reads the rows once, and GroupQueryAttention takes them packed.
+    return (
+        ("self_attn.qkv_proj", (names.q, names.k, names.v)),
+        ("self_attn.o_proj", (names.output,)),
+        ("mlp.gate_proj", (names.gate,)),
+        ("mlp.up_proj", (names.up,)),
+        ("mlp.down_proj", (names.down,)),
+    )
 
 
 def _module(layer: int, name: str) -> str:

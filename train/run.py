@@ -33,10 +33,10 @@ from specedge.train.target import check_packages
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Prepared", "Trained", "prepare", "train_medusa"]
+__all__ = ["GUESSES", "Prepared", "Trained", "make_accelerator", "prepare", "train_medusa"]
 
 _QUESTION_ANSWER = 100  # tokens of an answer to a question of the target's own, about
-_GUESSES = 10
+GUESSES = 10
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def train_medusa(
     facts = {"config": ready.config.to_json(), "rows": len(rows)}
     loss = train_heads(heads, arranged, options.settings, accelerator, state=state, facts=facts, progress=report)
     text = f"answers of {ready.checkpoint.name} to prompts that were held out"
-    calibration = calibration_of(ranks(heads, arranged, accelerator), min(_GUESSES, ready.config.guesses), text)
+    calibration = calibration_of(ranks(heads, arranged, accelerator), min(GUESSES, ready.config.guesses), text)
     if accelerator.is_main_process:
         write_heads_file(
             output,

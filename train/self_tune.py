@@ -13,7 +13,6 @@ and export FOLDER like any checkpoint.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +82,7 @@ def self_tune(
     """
     from specedge.export.sources import resolve
     from specedge.export.writer import check_name, staged
+    from specedge.train.hf_folder import write_tokenizer
 
     _check_packages()
     check_name(output, force=False)
@@ -99,12 +99,7 @@ def self_tune(
     moved = _moved(before, network)
     with staged(output) as folder:
         network.save_pretrained(folder, safe_serialization=True)
-        (folder / "tokenizer.json").write_text(checkpoint.tokenizer.model, encoding="utf-8")
-        config = dict(checkpoint.tokenizer.config)
-        if checkpoint.tokenizer.chat_template is not None:
-            config["chat_template"] = checkpoint.tokenizer.chat_template
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        (folder / "generation_config.json").write_text(json.dumps(dict(checkpoint.generation), indent=2))
+        write_tokenizer(folder, checkpoint)
     return {"loss": loss, "moved": moved}
 
 
