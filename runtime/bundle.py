@@ -19,6 +19,7 @@ from typing import Any
 
 from specedge.runtime.errors import BundleError, BundleFileError
 from specedge.runtime.schema import fields_of, mapping_of, one_line, parse_json
+from specedge.runtime.specs import SAFE_PART, GraphSpec, HeadsSpec
 
 __all__ = [
     "FORMAT",
@@ -35,110 +36,9 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST = "specedge.json"
-FLAVOURS = ("gqa", "growing")
 DEVICES = ("cpu", "cuda", "tensorrt")
 _MAX_MANIFEST = 4 << 20
 _HASH_CHUNK = 1 << 20
-_SAFE_PART = re.compile(r"[A-Za-z0-9._+:@,=-]+")
-
-
-@dataclass(frozen=True)
-class GraphSpec:
-    """One decoder graph of a bundle.
-
-    Attributes:
-        file: Path inside the bundle, with slashes.
-        flavour: "gqa" is the speculative graph (tree mask, in-place cache); "growing" has the
-            standard inputs and outputs, its cache grows and it can verify chains only.
-        precision: Name of its number format: "fp32", "fp16", "int8", "int4", "fp8-e4m3" …
-        layers, kv_heads, head_dim: Shape of the cache.
-        hidden_size: Width of the hidden rows.
-        vocab_size: Width of the logits.
-        capacity: Most rows its cache may hold.
-        cache_dtype: "float32" or "float16".
-        weight_bytes: Size of the weights.
-        shares_cache: A draft that is the target itself in fewer bits works in the target's cache:
-            it reads the target's keys and values and writes its own behind them.
-        cache_layers: Where it shares the cache: which of the target's layers each of its own is; (): all, in order.
-        recipe: Its format, options and compensation as they were asked for: "int4:b64:sym+gptq".
-        taps: Layers whose inputs it gives beside the hidden rows, for heads that read them.
-    """
-
-    file: str
-    flavour: str
-    precision: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    capacity: int
-    cache_dtype: str
-    weight_bytes: int
-    shares_cache: bool = False
-    cache_layers: tuple[int, ...] = ()
-    recipe: str = ""
-    taps: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.flavour not in FLAVOURS:
-            raise ValueError(f"flavour {self.flavour!r} is none of {', '.join(FLAVOURS)}")
-        if self.cache_dtype not in ("float32", "float16"):
-            raise ValueError(f"cache_dtype {self.cache_dtype!r} is neither float32 nor float16")
-        for name in ("layers", "kv_heads", "head_dim", "hidden_size", "vocab_size", "capacity"):
-            if not 0 < getattr(self, name) < 1 << 31:
-                raise ValueError(f"{name} is {getattr(self, name)}")
-        kept = self.cache_layers
-        if kept and (not self.shares_cache or len(kept) != self.layers or list(kept) != sorted(set(kept))):
-            raise ValueError(f"cache_layers {list(kept)} are not the layers of the {self.layers} it has, in order")
-        if any(not 0 <= tap < self.layers for tap in self.taps) or list(self.taps) != sorted(set(self.taps)):
-            raise ValueError(f"taps {list(self.taps)} are not some of the {self.layers} layers, in order")
-        if self.recipe and not _SAFE_PART.fullmatch(self.recipe):
-            raise ValueError("recipe has characters other than letters, digits and ._+:@,=-")
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of a full cache."""
-        size = 4 if self.cache_dtype == "float32" else 2
-        return 2 * self.layers * self.kv_heads * self.capacity * self.head_dim * size
-
-    @property
-    def tree(self) -> bool:
-        """Whether a token tree can be verified in one pass."""
-        return self.flavour == "gqa"
-
-
-@dataclass(frozen=True)
-class HeadsSpec:
-    """Heads that draft from the target's own rows.
-
-    Attributes:
-        file: Path of their graph inside the bundle.
-        precision: Name of their number format.
-        heads: How many; head k guesses k places behind the token that the target decides.
-        guesses: Guesses of each.
-        vocabulary: Among how many tokens they guess.
-        hidden_size, taps: What they read: the target's hidden rows, and inputs of its layers.
-        chain: They read the newest committed token as well.
-        weight_bytes: Size of the weights.
-        recipe: Their format as it was asked for.
-    """
-
-    file: str
-    precision: str
-    heads: int
-    guesses: int
-    vocabulary: int
-    hidden_size: int
-    weight_bytes: int
-    taps: tuple[int, ...] = ()
-    chain: bool = False
-    recipe: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "guesses", "vocabulary", "hidden_size"):
-            if not 0 < getattr(self, name) < 1 << 24:
-                raise ValueError(f"{name} is {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -383,7 +283,7 @@ def _token(value: Any, vocab_size: int) -> int:
 
 
 def _name(name: str) -> str:
-    if not _SAFE_PART.fullmatch(name) or name.startswith("."):
+    if not SAFE_PART.fullmatch(name) or name.startswith("."):
         raise ValueError(f"name {name!r} has characters other than letters, digits and ._+:@,=-")
     return name
 
@@ -396,7 +296,7 @@ def _safe_path(name: Any) -> str:
     if (
         not parts
         or "/".join(parts) != name
-        or any(part in (".", "..") or not _SAFE_PART.fullmatch(part) for part in parts)
+        or any(part in (".", "..") or not SAFE_PART.fullmatch(part) for part in parts)
     ):
         raise ValueError(f"path {name!r} leaves the bundle or has characters that are not portable")
     if re.match(r"[A-Za-z]:", name):

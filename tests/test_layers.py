@@ -25,9 +25,14 @@ PROJECT = {
     "export": {
         "export", "models", "quant",
         "runtime.errors", "runtime.contracts", "runtime.bundle", "runtime.graph", "runtime.growing", "runtime.tree",
-        "runtime.pass_times", "runtime.prompts", "runtime.providers", "runtime.text",
+        "runtime.calibration", "runtime.files", "runtime.heads", "runtime.pass_times", "runtime.prompts",
+        "runtime.providers", "runtime.text",
     },
-    "train": {"train", "models", "quant", "export", "runtime.errors", "runtime.contracts", "runtime.bundle"},
+    "train": {
+        "train", "models", "quant", "export",
+        "runtime.errors", "runtime.contracts", "runtime.bundle",
+        "runtime.calibration", "runtime.files", "runtime.progress", "runtime.text",
+    },
     "runtime": {"runtime"},
 }  # fmt: skip
 

@@ -142,13 +142,7 @@ def train_heads(
             group["lr"] = settings.learning_rate * _rate(step, steps)
         with fast_products(accelerator.device):
             loss, right = loss_of(rows.batch(step, settings.segments, settings.seed, share))
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(heads.parameters(), _CLIP)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise NumericError(f"the loss of step {step} is {value}: give a lower learning rate")
+        value = _descend(loss, heads, optimiser, accelerator, step)
         mean = value if math.isnan(mean) else 0.98 * mean + 0.02 * value
         now = time.monotonic()
         if (step + 1) % _REPORT_STEPS == 0 or step + 1 == steps or now - reported > _SAVE_SECONDS:
@@ -158,6 +152,18 @@ def train_heads(
             saved = now
             save_state(state, parameters, inner, step + 1, about)
     return mean
+
+
+def _descend(loss: Tensor, heads: MedusaHeads, optimiser: Any, accelerator: Accelerator, step: int) -> float:
+    """One step down; the loss before it."""
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(heads.parameters(), _CLIP)
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise NumericError(f"the loss of step {step} is {value}: give a lower learning rate")
+    return value
 
 
 def ranks(heads: MedusaHeads, rows: HeadRows, accelerator: Accelerator) -> NDArray[np.int64]:
