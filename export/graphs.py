@@ -169,6 +169,8 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, re
     calibrated = calibrated or (heads is not None and heads.calibration is None)
     calibration = _prepared(checkpoint, options, capacity, report) if calibrated else None
     estimated = _estimate(checkpoint, target, drafts, models, options, torch=torch and options.verify)
+    if heads is not None:
+        estimated = replace(estimated, disk=estimated.disk + heads.most_bytes)
     return Plan(checkpoint, family, target, drafts, models, capacity, estimated, options, calibration, heads)
 
 

@@ -61,6 +61,12 @@ class Heads:
     calibration: HeadCalibration | None
     where: Path
 
+    @property
+    def most_bytes(self) -> int:
+        """What they take in a bundle, at most: in floats, with both ends of the vocabulary."""
+        config = self.config
+        return 4 * (sum(tensor.size for tensor in self.tensors.values()) + 2 * config.guesses * config.hidden_size)
+
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Compares with a target.
 

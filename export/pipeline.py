@@ -108,6 +108,7 @@ def _is_whole(folder: Path) -> bool:
 def _check(folder: Path, checkpoint: Checkpoint, graphs: Graphs, report: Progress) -> dict[str, Any]:
     """Both checks, one after the other, each model released before the next."""
     from specedge.export.check import check_draft, check_growing, check_prompts, check_target
+    from specedge.export.heads_check import check_heads
     from specedge.export.torch_check import check_pytorch
 
     target, steps = graphs.target, 1 + len(graphs.drafts)
@@ -117,16 +118,18 @@ def _check(folder: Path, checkpoint: Checkpoint, graphs: Graphs, report: Progres
         own, logits = check_target(folder, target, graphs.standard, prompts)
     else:
         own, logits = check_growing(folder, target, prompts)
-    drafts = {}
+    drafts, heads = {}, {}
     for done, (name, spec) in enumerate(graphs.drafts.items(), start=1):
         report("self-check", done, steps)
         drafts[name] = check_draft(folder, name, spec, prompts, logits)
+    for name, found in graphs.heads.items():
+        heads[name] = check_heads(folder, name, found, target, prompts)
     report("self-check", steps, steps)
     report("parity check", 0, 1)
     release_memory()
     parity = check_pytorch(checkpoint.path, target.precision, prompts, logits, checkpoint.config)
     report("parity check", 1, 1)
-    return {"self": own, "drafts": drafts, "pytorch": parity}
+    return {"self": own, "drafts": drafts, "heads": heads, "pytorch": parity}
 
 
 def _hash(folder: Path, report: Progress) -> dict[str, FileEntry]:

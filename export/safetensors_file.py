@@ -22,7 +22,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 # Never weights of a model that can be exported: sizes for checking the layout only.
 _OTHER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_INTEGERS = {"I8": np.dtype("<i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_INTEGERS: dict[str, np.dtype[Any]] = {"I8": np.dtype("<i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _OTHER_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _STORED.items()} | _OTHER_BYTES
 

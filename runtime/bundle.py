@@ -199,8 +199,8 @@ def _check_files(bundle: Bundle) -> None:
         if status.st_size != entry.size:
             raise BundleError(f"{path}: {status.st_size:,} bytes where {entry.size:,} belong; export the bundle again")
     manifest = bundle.manifest
-    graphs = (manifest.target, *manifest.drafts.values(), *manifest.heads.values())
-    for name in (manifest.standard, *(graph.file for graph in graphs)):
+    graphs = [graph.file for graph in (manifest.target, *manifest.drafts.values())]
+    for name in (manifest.standard, *graphs, *(heads.file for heads in manifest.heads.values())):
         bundle.path(name)
 
 

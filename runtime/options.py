@@ -13,7 +13,7 @@ __all__ = ["ACCEPT_MODES", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "Options"
 
 ACCEPT_MODES = ("exact", "rejection", "typical")
 DEFAULT_DRAFT_LENGTH = 4
-MAX_DRAFT_LENGTH = 31
+MAX_DRAFT_LENGTH = 63
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Options:
         accept: "exact" (a seed gives the same text under every method) or "rejection"
             (the same law, more accepted tokens when sampling), both lossless; or "typical" (what the
             target finds likely enough stands, which changes the law when sampling).
-        draft_length: Most tokens drafted a round, 1 to 31.
+        draft_length: Most tokens drafted a round, 1 to 63; nodes, where a tree is drafted.
         max_tokens: Most tokens in the reply; None: until the context is full.
         temperature: 0 is greedy.
         top_k: Keep the k likeliest tokens; 0 keeps all.

@@ -19,7 +19,10 @@ CI = os.environ.get("CI") == "true"
 DRAFTS = ("self-int4", "self-int8")
 
 # Rooms whose code decides what stands in a bundle.
-_EXPORTING = ("export", "models", "quant", "runtime/bundle.py", "runtime/contracts.py")
+_EXPORTING = (
+    "export", "models", "quant",
+    "runtime/bundle.py", "runtime/specs.py", "runtime/calibration.py", "runtime/contracts.py",
+)  # fmt: skip
 # What tools leave in a checkout; git ignores it.
 _LEFT_BY_TOOLS = {".git", "__pycache__", "build", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 
@@ -121,7 +124,7 @@ def _sources_hash() -> str:
     digest = hashlib.sha256()
     for name in _EXPORTING:
         path = ROOT / name
-        for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        for source in sorted((*path.rglob("*.py"), *path.rglob("*.safetensors"))) if path.is_dir() else [path]:
             digest.update(str(source.relative_to(ROOT)).encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 

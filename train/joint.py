@@ -285,7 +285,7 @@ def _train(
     accelerator: Any,
     report: Callable[[Report], None],
 ) -> float:
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": pair.parameters(), "lr": _TARGET_RATE, "rate": _TARGET_RATE},
         {"params": list(losses.heads.parameters()), "lr": _HEADS_RATE, "rate": _HEADS_RATE},
     ]
@@ -313,8 +313,8 @@ def _train(
         optimiser.zero_grad(set_to_none=True)
         mean = divergence if math.isnan(mean) else 0.9 * mean + 0.1 * divergence
         if (step + 1) % _REPORT_STEPS == 0 or step + 1 == steps:
-            right = torch.stack(shares).mean(0).tolist()
-            report(Report(step + 1, steps, mean, *map(tuple, right), time.monotonic() - began))
+            top1, top5 = map(tuple, torch.stack(shares).mean(0).tolist())
+            report(Report(step + 1, steps, mean, top1, top5, time.monotonic() - began))
     return mean
 
 

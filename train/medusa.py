@@ -63,7 +63,7 @@ class Report:
     seconds: float
 
 
-class HeadLoss(nn.Module):
+class HeadLoss(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
     """The loss of a batch, and how often each head was right in it."""
 
     def __init__(self, heads: MedusaHeads, decay: float, gradient_checkpointing: bool = False) -> None:
@@ -147,7 +147,8 @@ def train_heads(
         now = time.monotonic()
         if (step + 1) % _REPORT_STEPS == 0 or step + 1 == steps or now - reported > _SAVE_SECONDS:
             reported = now
-            progress(Report(step + 1, steps, mean, *map(tuple, right.tolist()), now - began))
+            top1, top5 = map(tuple, right.tolist())
+            progress(Report(step + 1, steps, mean, top1, top5, now - began))
         if state is not None and now - saved > _SAVE_SECONDS and accelerator.is_main_process:
             saved = now
             save_state(state, parameters, inner, step + 1, about)

@@ -153,11 +153,10 @@ def _tokens(line: Mapping[str, Any], where: str, text: Text) -> tuple[tuple[int,
 
 
 def _messages(raw: Any, where: str) -> list[dict[str, str]]:
-    fits = isinstance(raw, list) and raw
-    fits = fits and all(
+    fits = isinstance(raw, list) and all(
         isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
         for each in raw
     )
-    if not fits:
+    if not raw or not fits:
         raise UsageError(f"{where}: messages is no list of roles and contents; write {_FORMS}")
     return [{"role": each["role"], "content": each["content"]} for each in raw]

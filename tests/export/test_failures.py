@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from specedge.export import pipeline
+from specedge.export.heads_file import write_heads_file
 from specedge.export.pipeline import PHASES, ExportOptions, export
 from specedge.runtime.bundle import open_bundle
 from specedge.runtime.errors import ParityError, StorageError
 from specedge.tests.export.bundles import QUICK, is_whole, names
+from specedge.tests.heads import WIDE, random_heads
 
 pytest.importorskip("onnx")
 
@@ -109,9 +111,18 @@ def drafts_in(phase):
     return ("self-int4+bias",) if phase == "calibrate" else None
 
 
+def heads_in(phase, folder):
+    """Heads, where a phase is theirs."""
+    if phase != "write heads":
+        return None
+    heads = random_heads(WIDE)
+    write_heads_file(folder / "heads.safetensors", WIDE, heads.tensors, heads.vocabulary, heads.calibration)
+    return str(folder / "heads.safetensors")
+
+
 @pytest.mark.parametrize("phase", PHASES[1:])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_interrupted_in_each_phase(old, tiny_checkpoint, phase, error, monkeypatch):
+def test_interrupted_in_each_phase(old, tiny_checkpoint, phase, error, monkeypatch, tmp_path_factory):
     from specedge.export import torch_check
 
     monkeypatch.setattr(torch_check, "missing_package", lambda _: "torch")
@@ -121,8 +132,10 @@ def test_interrupted_in_each_phase(old, tiny_checkpoint, phase, error, monkeypat
             raise error(errno.ENOSPC, "No space left on device")
 
     wanted = (KeyboardInterrupt, StorageError)
+    heads = heads_in(phase, tmp_path_factory.mktemp("heads"))
+    options = ExportOptions(drafts=drafts_in(phase), heads=heads, capacity=64, force=True)
     with pytest.raises(wanted):
-        export(str(tiny_checkpoint), old, ExportOptions(drafts=drafts_in(phase), capacity=64, force=True), interrupt)
+        export(str(tiny_checkpoint), old, options, interrupt)
     if phase == "finish":  # told again when the new bundle stands
         assert open_bundle(old, verify=True)
     assert is_whole(old)
@@ -153,7 +166,7 @@ def test_every_failing_system_call(old, tiny_checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("phase", PHASES[1:])
-def test_killed_in_each_phase(old, tiny_checkpoint, phase):
+def test_killed_in_each_phase(old, tiny_checkpoint, phase, tmp_path_factory):
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -162,10 +175,12 @@ def test_killed_in_each_phase(old, tiny_checkpoint, phase):
         "torch_check.missing_package = lambda _: 'torch'\n"
         "def die(phase, done, total):\n"
         "    if phase == sys.argv[3] and done: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "drafts = tuple(sys.argv[4:]) or None\n"
-        "export(sys.argv[1], Path(sys.argv[2]), ExportOptions(drafts=drafts, capacity=64, force=True), die)\n"
+        "drafts = tuple(sys.argv[5:]) or None\n"
+        "options = ExportOptions(drafts=drafts, heads=sys.argv[4] or None, capacity=64, force=True)\n"
+        "export(sys.argv[1], Path(sys.argv[2]), options, die)\n"
     )
-    command = [sys.executable, "-c", code, str(tiny_checkpoint), str(old), phase, *(drafts_in(phase) or ())]
+    heads = heads_in(phase, tmp_path_factory.mktemp("heads")) or ""
+    command = [sys.executable, "-c", code, str(tiny_checkpoint), str(old), phase, heads, *(drafts_in(phase) or ())]
     done = subprocess.run(command, check=False, cwd=old.parent, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     open_bundle(old, verify=True)

@@ -198,7 +198,7 @@ class TestBundle:
         options = ExportOptions(drafts=("self-int4",), capacity=64)
         export(str(tiny_checkpoint), tmp_path / "b", options, lambda *step: told.append(step))
         phases = list(dict.fromkeys(phase for phase, _, _ in told))
-        assert phases == [phase for phase in PHASES if phase != "calibrate"]
+        assert phases == [phase for phase in PHASES if phase not in ("calibrate", "write heads")]
         for phase in phases:
             steps = [(done, total) for name, done, total in told if name == phase]
             assert all(0 <= done <= total for done, total in steps)

@@ -240,7 +240,7 @@ def test_prompts_that_cannot_be_run(engine, prompt, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"draft_length": 0}, "draft_length is 0: give a number from 1 to 31; to decode plainly use method none"),
+        ({"draft_length": 0}, "draft_length is 0: give a number from 1 to 63; to decode plainly use method none"),
         ({"draft_length": 32}, "draft_length is 32"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
