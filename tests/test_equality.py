@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
+from specedge.runtime.drafters.tree import Tree
 from specedge.runtime.engine import Engine
+from specedge.tests.fakes import random_tree
 
 pytestmark = pytest.mark.model
 
 PROMPTS = 40
 TOKENS = 128
-METHODS = ("none", "draft:self-int4", "draft:self-int8", "ngram")
+METHODS = ("none", "draft:self-int4", "draft:self-int8", "medusa", "ngram")
 TIE = 1e-3
 """Two logits nearer than this may change places between two correct computations."""
 
@@ -60,6 +64,25 @@ def test_every_method_gives_plain_decodings_ids(answers, method):
     assert [index for index, (given, expected) in enumerate(pairs) if given != expected] == []
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_every_tree_of_heads_gives_plain_decodings_ids(engine, plain, seed, monkeypatch):
+    """Trees of up to 31 nodes, of any shape."""
+    for _ in engine.generate(plain[0][0], method="medusa", max_tokens=2):
+        pass
+    drafter = engine._drafters["medusa"]
+    rng = random.Random(seed)
+    for ids, expected in plain[seed::8]:
+        shape = random_tree(rng, rng.randrange(2, 31), 6)
+        paths: list[tuple[int, ...]] = []
+        for rank, parent in zip(shape.tokens, shape.parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+        tree = Tree.of([path for path in paths if len(path) <= drafter.model.spec.heads])
+        monkeypatch.setattr(drafter, "_tree", tree)
+        *_, finish = engine.generate(ids, method="medusa", draft_length=31, max_tokens=48)
+        assert finish.ids == expected[:48]
+        assert finish.stats.proposed > 0
+
+
 def test_plain_decoding_gives_pytorchs_ids(plain, record_property):
     """One pass of PyTorch over each answer: at every place its likeliest token has to be the one that stands there."""
     torch = pytest.importorskip("torch")
@@ -106,7 +129,7 @@ def test_pytorchs_own_generate_gives_the_same_ids(plain):
 def test_a_seed_gives_the_same_text_under_every_method(engine, plain):
     for ids, _ in plain[:3]:
         texts = set()
-        for method in ("none", "draft:self-int8", "ngram"):
+        for method in ("none", "draft:self-int8", "medusa", "ngram"):
             engine.reset()
             *_, finish = engine.generate(
                 ids, method=method, max_tokens=64, temperature=0.8, top_k=40, repetition_penalty=1.1, seed=11
