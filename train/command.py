@@ -46,9 +46,11 @@ def train() -> None:
 @click.option("--tokens", type=click.IntRange(1), help="Enough answer tokens.  [default: every prompt is answered]")
 @click.option("--rows", type=click.Path(path_type=Path), help="Folder for the model's rows.  [default: OUTPUT.rows]")
 @click.option("--precision", default="int8", show_default=True, help="Of the file: float16 or int8.")
-@click.option("--epochs", type=float, default=8.0, show_default=True)
-@click.option("--batch", "segments", type=int, default=8, show_default=True, help="Pieces of 32 tokens in a step.")
+@click.option("--epochs", type=float, default=4.0, show_default=True)
+@click.option("--batch", "segments", type=int, default=16, show_default=True, help="Pieces of 32 tokens in a step.")
 @click.option("--learning-rate", type=float, default=2e-3, show_default=True)
+@click.option("--soft", type=float, default=0.5, show_default=True, help="Share of the loss against the model's law.")
+@click.option("--dropout", type=float, default=0.1, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--gradient-checkpointing", is_flag=True, help="Less memory, more time.")
 @click.option(
@@ -68,7 +70,7 @@ def medusa(model: str, output: Path, **chosen: Any) -> None:
     from specedge.train.run import train_medusa
     from specedge.train.settings import Settings
 
-    names = ("epochs", "segments", "learning_rate", "seed", "gradient_checkpointing")
+    names = ("epochs", "segments", "learning_rate", "soft", "dropout", "seed", "gradient_checkpointing")
     settings = Settings(**{name: chosen.pop(name) for name in names})
     joint, steps = chosen.pop("joint"), chosen.pop("joint_steps")
     options = TrainOptions(**chosen, settings=settings)

@@ -48,6 +48,8 @@ class Batch:
         before: For each head int64 [n], the token before the one it guesses, as a place; -1: never guessed.
         wanted: For each head int64 [n], the token it should guess, as a place; -1: never guessed, or beyond the end.
         whole: bool [n], whether the answer goes on for as many tokens as there are heads.
+        deciding: float32 [m, hidden_size], the target's rows that decided the tokens which heads should guess.
+        decided: For each head int64 [n], which of these; -1: beyond the end.
     """
 
     hidden: Tensor
@@ -55,6 +57,8 @@ class Batch:
     before: Sequence[Tensor]
     wanted: Sequence[Tensor]
     whole: Tensor
+    deciding: Tensor
+    decided: Sequence[Tensor]
 
 
 class HeadRows:
@@ -118,15 +122,27 @@ class HeadRows:
     def _batch(self, segments: Sequence[tuple[int, int, int]]) -> Batch:
         rows = torch.cat([torch.arange(first, last) for first, last, _ in segments])
         ends = torch.cat([torch.full((last - first,), end) for first, last, end in segments])
-        before, wanted = [], []
+        before, wanted, decided = [], [], []
+        # Neighbouring rows wait for the same tokens: each deciding row is there once.
+        coming = [(first, range(first + 1, min(last + self._heads, end))) for first, last, end in segments]
+        starts = np.cumsum([0, *(len(span) for _, span in coming)])
+        offsets = torch.cat(
+            [
+                torch.full((last - first,), int(start) - first - 1)
+                for (first, last, _), start in zip(segments, starts[:-1], strict=True)
+            ]
+        )
         for head in range(1, self._heads + 1):
             inside = rows + head < ends
-            coming = self._places[(rows + head).clamp_max(len(self._rows) - 1)]
-            wanted.append(torch.where(inside, coming, -1).to(self._device))
+            token = self._places[(rows + head).clamp_max(len(self._rows) - 1)]
+            wanted.append(torch.where(inside, token, -1).to(self._device))
+            decided.append(torch.where(inside, rows + head + offsets, -1).to(self._device))
             before.append(self._places[(rows + head - 1).clamp_max(len(self._rows) - 1)].to(self._device))
         inner = None if self._rows.inner is None else self._rows.inner[rows].to(self._device).float()
         hidden = self._rows.hidden[rows].to(self._device).float()
-        return Batch(hidden, inner, before, wanted, rows + self._heads < ends)
+        later = torch.tensor([row for _, span in coming for row in span], dtype=torch.long)
+        deciding = self._rows.hidden[later].to(self._device).float()
+        return Batch(hidden, inner, before, wanted, rows + self._heads < ends, deciding, decided)
 
 
 def held_out(numbers: Tensor, prompts: int) -> Tensor:

@@ -111,14 +111,14 @@ def train_joint(
         raise UsageError(f"{output} holds heads of another make; train them with the same options first")
     rows = ready.store.load()
     guessed = torch.arange(ready.sizes.vocab_size) if stored.vocabulary is None else torch.from_numpy(stored.vocabulary)
-    heads = ready.heads(guessed, options.settings.seed).to(accelerator.device)
+    heads = ready.heads(guessed, options.settings).to(accelerator.device)
     with torch.no_grad():
         for name, tensor in heads.named_tensors().items():
             tensor.copy_(torch.from_numpy(stored.tensors[name]))
     learnt, tests = _texts(ready, rows)
     pair = _Pair(ready, accelerator.device, options.settings.gradient_checkpointing)
     before = pair.perplexity(pair.old, tests)
-    losses = HeadLoss(heads, options.settings.decay)
+    losses = HeadLoss(heads, replace(options.settings, gradient_checkpointing=False))
     arranged = _Arranged(ready, guessed, accelerator.device)
     divergence = _train(pair, losses, arranged, learnt, options, steps, accelerator, report)
     after = pair.perplexity(pair.new, tests)

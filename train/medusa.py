@@ -1,9 +1,9 @@
 """Trains Medusa heads on rows of a frozen target (Medusa-1).
 
-The loss is sum_k decay^k CE_k over the heads, CE_k against the token that the target wrote k places
-behind the one it decided, for those that heads guess among. The target wrote its answers greedily
-(unless it was asked otherwise), so that its likeliest token is the label: what greedy decoding
-accepts.
+The loss is sum_k decay^k CE_k over the heads. CE_k is half against the token that the target wrote k
+places behind the one it decided (it wrote greedily, unless it was asked otherwise: this is the token
+that greedy decoding accepts), half against the law by which it decided it, over the tokens that heads
+guess among: a law says more than a token, and heads learn it by heart less soon.
 """
 
 from __future__ import annotations
@@ -66,29 +66,43 @@ class Report:
 class HeadLoss(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
     """The loss of a batch, and how often each head was right in it."""
 
-    def __init__(self, heads: MedusaHeads, decay: float, gradient_checkpointing: bool = False) -> None:
+    def __init__(self, heads: MedusaHeads, settings: Settings) -> None:
         super().__init__()
-        self.heads, self._decay, self._twice = heads, decay, gradient_checkpointing
+        self.heads, self._decay, self._soft = heads, settings.decay, settings.soft
+        self._twice = settings.gradient_checkpointing
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, and shares of right first and first five guesses, [2, heads]."""
         total = torch.zeros((), device=batch.hidden.device)
         shares = []
         states = self.heads.states(batch.hidden, batch.inner, batch.before)
-        for head, (rows, wanted) in enumerate(zip(states, batch.wanted, strict=True)):
-            if self._twice:
-                loss, share = checkpoint(self._of_head, head, rows, wanted, use_reentrant=False)
-            else:
-                loss, share = self._of_head(head, rows, wanted)
+        laws = self._laws(batch)
+        for head, rows in enumerate(states):
+            given = (head, rows, batch.wanted[head], batch.decided[head], laws)
+            loss, share = (
+                checkpoint(self._of_head, *given, use_reentrant=False) if self._twice else self._of_head(*given)
+            )
             total = total + self._decay ** (head + 1) * loss
             shares.append(share)
         return total, torch.stack(shares, 1)
 
-    def _of_head(self, head: int, rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def _laws(self, batch: Batch) -> Tensor | None:
+        """The target's laws over the guessed tokens, [m, guesses]."""
+        if not self._soft:
+            return None
+        with torch.no_grad():
+            return self.heads.target_logits(batch.deciding).float().softmax(-1)
+
+    def _of_head(
+        self, head: int, rows: Tensor, wanted: Tensor, decided: Tensor, laws: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         known = wanted >= 0
         logits = self.heads.logits(head, rows[known]).float()
         count = known.sum().clamp_min(1)
         loss = cross_entropy(logits, wanted[known], reduction="sum") / count
+        if laws is not None:
+            soft = cross_entropy(logits, laws[decided[known]], reduction="sum") / count
+            loss = self._soft * soft + (1 - self._soft) * loss
         with torch.no_grad():
             own = logits.gather(1, wanted[known][:, None])
             better = (logits > own).sum(1)
@@ -126,7 +140,7 @@ def train_heads(
     """
     share = (accelerator.process_index, accelerator.num_processes)
     steps = rows.steps(settings.epochs, settings.segments, share[1])
-    loss_of: Any = HeadLoss(heads, settings.decay, settings.gradient_checkpointing)
+    loss_of: Any = HeadLoss(heads.train(), settings)
     optimiser: Any = torch.optim.AdamW(
         heads.parameters(), lr=settings.learning_rate, betas=_BETAS, weight_decay=settings.weight_decay
     )
@@ -140,6 +154,8 @@ def train_heads(
     for step in range(done, steps):
         for group in optimiser.param_groups:
             group["lr"] = settings.learning_rate * _rate(step, steps)
+        # What dropout leaves out depends on the step, so that a run that was killed goes on as it would have.
+        torch.manual_seed((settings.seed * steps + step) * share[1] + share[0])
         with fast_products(accelerator.device):
             loss, right = loss_of(rows.batch(step, settings.segments, settings.seed, share))
         value = _descend(loss, heads, optimiser, accelerator, step)
@@ -152,6 +168,7 @@ def train_heads(
         if state is not None and now - saved > _SAVE_SECONDS and accelerator.is_main_process:
             saved = now
             save_state(state, parameters, inner, step + 1, about)
+    heads.eval()
     return mean
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import dropout, linear, silu
 
 from specedge.models.medusa import NORM_EPS, HeadsConfig, tensor_shapes
 
@@ -25,14 +25,17 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is Any where it is 
         head: The target's vocabulary matrix, [guesses, hidden_size], rows of the guessed tokens only.
         embedding: The target's embedding of the same tokens.
         seed: Of what is not zero at first.
+        dropout: Share of what a block reads, and of its inside, that is left out while it learns.
     """
 
     _head: Tensor
     _embedding: Tensor
 
-    def __init__(self, config: HeadsConfig, head: Tensor, embedding: Tensor, seed: int = 0) -> None:
+    def __init__(
+        self, config: HeadsConfig, head: Tensor, embedding: Tensor, seed: int = 0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self._dropout = config, dropout
         self.register_buffer("_head", head, persistent=False)
         self.register_buffer("_embedding", _norm(embedding), persistent=False)
         generator = torch.Generator().manual_seed(seed)
@@ -74,11 +77,15 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is Any where it is 
             state, token = rows if self.config.chain else state, logits.argmax(-1)
             yield logits
 
+    def target_logits(self, rows: Tensor) -> Tensor:
+        """The target's own vocabulary product, over the guessed tokens."""
+        return linear(rows, self._head)
+
     def logits(self, head: int, rows: Tensor) -> Tensor:
         """The vocabulary product of a head, [n, guesses]."""
         if self.config.lm_head == "own":
             return linear(rows, self._tensor(f"heads.{head}.lm_head.weight"))
-        logits = linear(rows, self._head)
+        logits = self.target_logits(rows)
         if self.config.lm_head == "lowrank":
             down, up = self._tensor(f"heads.{head}.lm_head.down"), self._tensor(f"heads.{head}.lm_head.up")
             logits = logits + linear(linear(rows, down), up)
@@ -101,9 +108,13 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is Any where it is 
             read = _norm(rows)
             if before is not None and not block:
                 read = torch.cat([read, self._embed(before)], -1)
-            wide = silu(linear(read, self._tensor(f"{prefix}.wide.weight"), self._tensor(f"{prefix}.wide.bias")))
-            rows = rows + linear(wide, self._tensor(f"{prefix}.narrow.weight"))
+            weight, bias = self._tensor(f"{prefix}.wide.weight"), self._tensor(f"{prefix}.wide.bias")
+            wide = silu(linear(self._drop(read), weight, bias))
+            rows = rows + linear(self._drop(wide), self._tensor(f"{prefix}.narrow.weight"))
         return rows
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return dropout(x, self._dropout, self.training)
 
     def _embed(self, places: Tensor) -> Tensor:
         return self._embedding[places.clamp_min(0)] * (places >= 0).unsqueeze(-1)

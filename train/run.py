@@ -27,6 +27,7 @@ from specedge.train.medusa_heads import MedusaHeads
 from specedge.train.options import Progress, TrainOptions
 from specedge.train.questions import Asked, of_prompts, open_text, read_questions
 from specedge.train.self_questions import self_questions
+from specedge.train.settings import Settings
 from specedge.train.shards import Rows, RowStore
 from specedge.train.target import check_packages
 
@@ -74,12 +75,12 @@ class Prepared:
     store: RowStore
     config: HeadsConfig
 
-    def heads(self, guessed: torch.Tensor, seed: int) -> MedusaHeads:
+    def heads(self, guessed: torch.Tensor, settings: Settings) -> MedusaHeads:
         """New heads."""
         family, tensors = find_family(self.checkpoint.config.get("model_type")), self.checkpoint.tensors
         embedding = torch.from_numpy(tensors[family.embedding])[guessed]
         head = embedding if self.sizes.tied else torch.from_numpy(tensors[family.head])[guessed]
-        return MedusaHeads(self.config, head, embedding, seed)
+        return MedusaHeads(self.config, head, embedding, settings.seed, settings.dropout)
 
     def guessed(self, rows: Rows) -> torch.Tensor:
         """Ids of the tokens that heads guess: the most frequent in answers and prompts."""
@@ -116,7 +117,7 @@ def train_medusa(
     ready = prepare(model, output, options, accelerator, progress)
     rows = ready.store.load()
     guessed = ready.guessed(rows)
-    heads = ready.heads(guessed, options.settings.seed).to(accelerator.device)
+    heads = ready.heads(guessed, options.settings).to(accelerator.device)
     arranged = HeadRows(
         rows, ready.asked.prompts, ready.config.heads, guessed, ready.sizes.vocab_size, accelerator.device
     )

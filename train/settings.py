@@ -20,14 +20,18 @@ class Settings:
         weight_decay: Of AdamW.
         decay: Lambda: head k weighs decay^k.
         seed: Of the first values and of the order.
+        soft: How much of the loss is the cross-entropy against the target's law in place of its token.
+        dropout: Share of what a block reads, and of its inside, that is left out in a step.
         gradient_checkpointing: Logits are computed twice in place of being kept.
     """
 
-    epochs: float = 8.0
-    segments: int = 8
+    epochs: float = 4.0
+    segments: int = 16
     learning_rate: float = 2e-3
-    weight_decay: float = 0.01
+    weight_decay: float = 0.05
     decay: float = 0.8
+    soft: float = 0.5
+    dropout: float = 0.1
     seed: int = 0
     gradient_checkpointing: bool = False
 
@@ -36,6 +40,9 @@ class Settings:
             raise UsageError(f"epochs is {self.epochs}: give a number above 0")
         if self.segments < 1:
             raise UsageError(f"batch is {self.segments}: give 1 or more")
+        for name in ("soft", "dropout"):
+            if not 0 <= getattr(self, name) <= 1 or self.dropout == 1:
+                raise UsageError(f"{name} is {getattr(self, name)}: give a number from 0 to 1")
         for name in ("learning_rate", "decay"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}: give a number above 0, at most 1")

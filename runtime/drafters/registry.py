@@ -9,6 +9,7 @@ from specedge.runtime.bundle import Manifest
 from specedge.runtime.contracts import Drafter, Target
 from specedge.runtime.drafters.broken import BrokenDrafter
 from specedge.runtime.drafters.medusa import MedusaDrafter
+from specedge.runtime.drafters.merged import MergedDrafter
 from specedge.runtime.drafters.model import ModelDrafter
 from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.none import NoDrafter
@@ -23,7 +24,7 @@ from specedge.runtime.soundness import check_weights
 
 __all__ = ["METHODS", "Method", "is_method", "method_names", "open_drafter"]
 
-_MEDUSA = "medusa"
+_MEDUSA, _MERGED = "medusa", "medusa+ngram"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ METHODS: Mapping[str, Method] = {
     _MEDUSA: Method(
         lambda manifest: ("",) if _MEDUSA in manifest.heads else (), lambda part, opener: _heads(part, opener), is_shape
     ),
+    _MERGED: Method(lambda manifest: ("",) if _MEDUSA in manifest.heads else (), lambda part, opener: _merged(opener)),
     "ngram": Method(lambda manifest: ("",), lambda part, opener: NgramDrafter()),
 }
 
@@ -72,6 +74,12 @@ def _heads(part: str, opener: Opener) -> Drafter:
     heads = opener.heads(_MEDUSA)
     error = _unsound(heads)
     return MedusaDrafter(name, heads, tree) if error is None else BrokenDrafter(name, error)
+
+
+def _merged(opener: Opener) -> Drafter:
+    """A drafter over heads and prompt lookup; single tokens that stood in the text before are no reason to copy."""
+    heads = _heads("", opener)
+    return MergedDrafter(_MERGED, heads, NgramDrafter(min_ngram=2)) if isinstance(heads, MedusaDrafter) else heads
 
 
 def _unsound(graph: Decoder | GrowingDecoder | HeadsGraph) -> NumericError | None:

@@ -63,7 +63,7 @@ def test_what_the_bundle_says_of_its_heads(bundle, engine):
     assert manifest.target.taps == (0, 1)
     without = replace(manifest, heads={})
     assert manifest.memory_bytes == without.memory_bytes + 2 * spec.weight_bytes
-    assert engine.methods == ("none", "medusa", "ngram")
+    assert engine.methods == ("none", "medusa", "medusa+ngram", "ngram")
     assert engine.default_method == "medusa"
     with pytest.raises(UsageError, match="method 'medusa:2y3' is not in"):
         engine.generate(PROMPT, method="medusa:2y3")
@@ -72,7 +72,7 @@ def test_what_the_bundle_says_of_its_heads(bundle, engine):
 
 
 @pytest.mark.parametrize("options", [FREE, replace(FREE, temperature=0.9, seed=5)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", ["medusa", "medusa:2x3", "medusa:1x1x1", "medusa:3x2x2"])
+@pytest.mark.parametrize("method", ["medusa", "medusa:2x3", "medusa:1x1x1", "medusa:3x2x2", "medusa+ngram"])
 def test_every_tree_gives_plain_decodings_reply(engine, options, method):
     plain = reply(engine, options, method="none")
     for draft_length in (1, 4, 21):

@@ -10,6 +10,8 @@ import pytest
 
 from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Rows
 from specedge.runtime.drafters.medusa import MedusaDrafter
+from specedge.runtime.drafters.merged import MergedDrafter, merge
+from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.tree import Tree, dense_tree
 from specedge.runtime.errors import UsageError
 from specedge.runtime.options import Options
@@ -134,6 +136,47 @@ def test_a_sampled_chain_comes_with_the_laws_it_was_drawn_from():
     assert len(drafter.propose(now, 9).tokens) == HEADS
     tokens, accepted = decode(drafter, heads, Rejection(), Options(temperature=0.8, seed=7))
     assert accepted > 0 and len(tokens) == 60
+
+
+# ---- heads and lookup together --------------------------------------------------------------
+
+GUESSED = Draft((5, 6, 7, 8), (-1, 0, -1, 0))
+
+
+@pytest.mark.parametrize(
+    ("chain", "budget", "expected"),
+    [
+        ((), 3, Draft((5, 6, 7), (-1, 0, -1))),  # nothing to copy: the heads' alone
+        ((1, 2, 3), 4, Draft((1, 2, 5, 6), (-1, 0, -1, 2))),  # half and half
+        ((5, 6, 9, 9), 4, Draft((5, 6, 9, 7), (-1, 0, 1, -1))),  # both begin alike: the copy goes deep
+        ((7, 1), 4, Draft((7, 1, 5, 6), (-1, 0, -1, 2))),  # the heads' third node is there already
+        ((1,), 1, Draft((1,), (-1,))),
+        ((5, 1), 1, Draft((5,), (-1,))),
+    ],
+)
+def test_a_copied_chain_in_a_tree(chain, budget, expected):
+    assert merge(GUESSED, chain, budget) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_merged_tree_is_a_tree_without_twins(seed):
+    rng = random.Random(seed)
+    tree, budget = random_tree(rng, 6, 4), rng.randrange(1, 9)
+    merged = merge(tree, tuple(rng.randrange(4) for _ in range(rng.randrange(6))), budget)
+    assert 0 < len(merged.tokens) <= budget
+    assert len(set(zip(merged.parents, merged.tokens, strict=True))) == len(merged.tokens)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(temperature=0.9, seed=7)], ids=["greedy", "sampled"])
+def test_heads_with_lookup_give_plain_decodings_tokens(options):
+    heads = FakeHeads([])
+    plain, _ = decode(MedusaDrafter("medusa", heads, Tree.of([(0,)])), heads, Exact(), options, budget=0)
+    both = MergedDrafter("medusa+ngram", MedusaDrafter("medusa", heads, Tree.of(PATHS)), NgramDrafter(min_ngram=2))
+    tokens, accepted = decode(both, heads, Exact(), options)
+    assert tokens == plain
+    assert accepted > 0
+    both.sample, heads.tokens = True, [1, 2]
+    assert both.propose(context([1, 2], temperature=0.9), 3).probs is not None
 
 
 # ---- typical acceptance ---------------------------------------------------------------------

@@ -139,6 +139,8 @@ def test_batches_of_rows():
     assert [each.tolist() for each in batch.before] == [[0, -1, 1], [-1, 1, 2]]
     assert [each.tolist() for each in batch.wanted] == [[-1, 1, -1], [1, -1, -1]]
     assert batch.whole.tolist() == [True, False, False]
+    assert batch.deciding[:, 0].tolist() == [1, 2]
+    assert [each.tolist() for each in batch.decided] == [[0, 1, -1], [1, -1, -1]]
     (held,) = arranged.held_out()
     assert [each.tolist() for each in held.wanted] == [[0, -1], [-1, -1]]
 
@@ -248,7 +250,7 @@ def test_a_target_that_asks_itself(tiny_checkpoint, tmp_path, capsys):
 def test_options_out_of_range(options, said):
     with pytest.raises(UsageError, match=said):
         TrainOptions(**options)
-    for wrong in ({"epochs": 0}, {"segments": 0}, {"learning_rate": 0}, {"decay": 2}):
+    for wrong in ({"soft": 2}, {"dropout": 1}, {"epochs": 0}, {"segments": 0}, {"learning_rate": 0}, {"decay": 2}):
         with pytest.raises(UsageError, match="give"):
             Settings(**wrong)
 
