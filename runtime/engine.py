@@ -78,13 +78,13 @@ class Engine:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods this bundle holds: "none", "draft:NAME" for each draft model, "medusa", "ngram"."""
+        """Methods this bundle holds: "none", "draft:NAME" for each draft model, "medusa", "medusa+ngram", "ngram"."""
         return method_names(self.manifest)
 
     @property
     def default_method(self) -> str:
-        """The bundle's first draft model, else its heads, else n-gram lookup."""
-        return self._first_draft or ("medusa" if "medusa" in self.methods else "ngram")
+        """The bundle's first draft model, else its heads with lookup, else lookup alone."""
+        return self._first_draft or ("medusa+ngram" if "medusa+ngram" in self.methods else "ngram")
 
     def generate(self, prompt: str | Sequence[int], options: Options | None = None, **overrides: Any) -> Generation:
         """Starts a reply.

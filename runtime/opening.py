@@ -16,6 +16,8 @@ from specedge.runtime.schema import one_line, parse_json
 
 __all__ = ["Opener"]
 
+_FLOATS = ("fp32", "fp16")
+
 
 class Opener:
     """Opens the graphs of one bundle, the target first.
@@ -36,6 +38,15 @@ class Opener:
     @property
     def manifest(self) -> Manifest:
         return self._bundle.manifest
+
+    @property
+    def trees(self) -> bool:
+        """Whether a token tree's rows are, but for a last bit, those of plain decoding.
+
+        In a tree masked columns change the order in which a softmax sums. In floats that moves a logit by
+        1e-5; where activations are rounded it moves them by whole steps, so that such a target gets chains.
+        """
+        return self.manifest.target.precision.startswith(_FLOATS)
 
     def draft(self, name: str) -> Target:
         """Opens a draft model; one that shares the target's cache works in it."""
@@ -76,7 +87,6 @@ class Opener:
         path, device = self._bundle.path(spec.file), self.manifest.device
         if not spec.tree:
             return GrowingDecoder(path, spec, capacity=capacity, device=device, threads=self._threads)
-        # In floats another kernel moves a logit by 1e-5; with rounded activations by whole units.
-        verifies = spec is self.manifest.target
-        paired = verifies and not spec.precision.startswith(("fp32", "fp16"))
+        # A lone row goes through another kernel, which where activations are rounded matters as much as a tree.
+        paired = spec is self.manifest.target and not self.trees
         return Decoder(path, spec, capacity=capacity, device=device, threads=self._threads, paired=paired)

@@ -21,7 +21,8 @@ class Options:
     """Options of one reply.
 
     Attributes:
-        method: "none", "draft", "draft:NAME", "medusa", "medusa:2x3" (a dense tree) or "ngram"; None takes
+        method: "none", "draft", "draft:NAME", "medusa", "medusa:2x3" (a dense tree), "medusa+ngram"
+            or "ngram"; None takes
             the bundle's default.
         accept: "exact" (a seed gives the same text under every method) or "rejection"
             (the same law, more accepted tokens when sampling), both lossless; or "typical" (what the

@@ -21,8 +21,8 @@ def reply_options(command: _Command) -> _Command:
         [
             click.option(
                 "--method",
-                help="none, draft, draft:NAME, medusa, medusa:2x3 (a dense tree) or ngram. "
-                "[default: the bundle's first draft, else medusa, else ngram]",
+                help="none, draft, draft:NAME, medusa, medusa:2x3 (a dense tree), medusa+ngram or ngram. "
+                "[default: the bundle's first draft, else medusa+ngram, else ngram]",
             ),
             click.option(
                 "--accept",

@@ -21,7 +21,7 @@ from specedge.runtime.bundle import open_bundle
 from specedge.runtime.errors import BundleError, UsageError
 from specedge.tests.runtime.fake_chat import FakeChat
 
-COMMANDS = ("export", "chat", "bench", "compare-compensation", "inspect")
+COMMANDS = ("export", "chat", "bench", "compare-compensation", "inspect", "train")
 HEAVY = {"onnx", "onnxruntime", "torch", "transformers", "tokenizers", "numpy", "jinja2", "rich", "gguf", "safetensors"}
 
 
@@ -113,6 +113,7 @@ def test_options_reach_the_chat(fake, tmp_path):
         "method": "ngram", "accept": "rejection", "draft_length": 7, "temperature": 0.7, "top_k": 5, "top_p": 0.9,
         "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "no_repeat_ngram": 3, "seed": 17, "max_tokens": 9, "stop": ("END", "FIN"),
+        "typical_epsilon": 0.09, "typical_delta": 0.3,
     }  # fmt: skip
     assert system == "Be" and vars(options) == expected
 
@@ -265,6 +266,7 @@ def test_export(exported, tmp_path):
         "precision": "int8", "device": "cpu", "drafts": ("self-int4", "self-int8"), "capacity": 512, "verify": False,
         "revision": "abc", "offline": True, "force": True,
         "compensate": None, "calibration": None, "calibration_prompts": None, "seed": 0,
+        "heads": None, "heads_precision": "int8",
     }  # fmt: skip
     assert "write target" in done.stderr and "at work" in done.stderr and "check self" in done.stderr
     assert f"specedge chat '{tmp_path / 'out folder'}'" in done.stderr

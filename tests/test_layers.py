@@ -225,8 +225,13 @@ def test_every_data_file_is_listed():
     for room in (*ROOMS,):
         for path in (ROOT / room).rglob("*"):
             if path.is_file() and path.suffix not in (".py", ".pyc"):
-                package = ".".join(("specedge", *path.parent.relative_to(ROOT).parts))
-                assert any(path.match(pattern) for pattern in data.get(package, [])), f"{path} would not ship"
+                folders = [folder for folder in path.parents if folder.is_relative_to(ROOT)]
+                patterns = [
+                    f"{folder.relative_to(ROOT).as_posix()}/{pattern}"
+                    for folder in folders
+                    for pattern in data.get(".".join(("specedge", *folder.relative_to(ROOT).parts)), [])
+                ]
+                assert any(path.match(pattern) for pattern in patterns), f"{path} would not ship"
 
 
 @pytest.mark.parametrize(

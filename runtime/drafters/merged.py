@@ -21,10 +21,11 @@ class MergedDrafter:
         name: "medusa+ngram".
         heads: Guesses.
         lookup: Copies.
+        trees: Whether both go into a tree; else what is copied goes first, and heads draft where nothing is.
     """
 
-    def __init__(self, name: str, heads: MedusaDrafter, lookup: NgramDrafter) -> None:
-        self.name = name
+    def __init__(self, name: str, heads: MedusaDrafter, lookup: NgramDrafter, *, trees: bool = True) -> None:
+        self.name, self._trees = name, trees
         self.model = heads.model
         self._heads, self._lookup = heads, lookup
         self._both: tuple[Drafter, ...] = (heads, lookup)
@@ -43,6 +44,8 @@ class MergedDrafter:
         guessed, copied = (drafter.propose(context, budget) for drafter in self._both)
         if guessed.probs is not None or not guessed.tokens:
             return guessed
+        if not self._trees:
+            return copied if copied.tokens else guessed
         return merge(guessed, copied.tokens, budget)
 
     def observe(self, context: Context, verdict: Verdict) -> None:

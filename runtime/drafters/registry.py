@@ -67,10 +67,14 @@ def _draft_model(name: str, model: Target) -> Drafter:
 
 
 def _heads(part: str, opener: Opener) -> Drafter:
-    """A drafter over heads: their calibrated tree, or a dense one of the shape that `part` gives."""
+    """A drafter over heads: their calibrated tree, or a dense one of the shape that `part` gives.
+
+    Where a tree would not give plain decoding's tokens it is a chain, unless a shape asks for another.
+    """
     name = f"{_MEDUSA}:{part}" if part else _MEDUSA
     spec = opener.manifest.heads[_MEDUSA]
-    tree = dense_tree(part, spec.heads, spec.guesses) if part else opener.calibration(_MEDUSA).tree
+    shape = part or ("" if opener.trees else "x".join(["1"] * spec.heads))
+    tree = dense_tree(shape, spec.heads, spec.guesses) if shape else opener.calibration(_MEDUSA).tree
     heads = opener.heads(_MEDUSA)
     error = _unsound(heads)
     return MedusaDrafter(name, heads, tree) if error is None else BrokenDrafter(name, error)
@@ -79,7 +83,9 @@ def _heads(part: str, opener: Opener) -> Drafter:
 def _merged(opener: Opener) -> Drafter:
     """A drafter over heads and prompt lookup; single tokens that stood in the text before are no reason to copy."""
     heads = _heads("", opener)
-    return MergedDrafter(_MERGED, heads, NgramDrafter(min_ngram=2)) if isinstance(heads, MedusaDrafter) else heads
+    if not isinstance(heads, MedusaDrafter):
+        return heads
+    return MergedDrafter(_MERGED, heads, NgramDrafter(min_ngram=2), trees=opener.trees)
 
 
 def _unsound(graph: Decoder | GrowingDecoder | HeadsGraph) -> NumericError | None:

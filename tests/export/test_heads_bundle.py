@@ -64,7 +64,7 @@ def test_what_the_bundle_says_of_its_heads(bundle, engine):
     without = replace(manifest, heads={})
     assert manifest.memory_bytes == without.memory_bytes + 2 * spec.weight_bytes
     assert engine.methods == ("none", "medusa", "medusa+ngram", "ngram")
-    assert engine.default_method == "medusa"
+    assert engine.default_method == "medusa+ngram"
     with pytest.raises(UsageError, match="method 'medusa:2y3' is not in"):
         engine.generate(PROMPT, method="medusa:2y3")
     with pytest.raises(UsageError, match="at most 3 heads of 10 guesses"):
@@ -80,6 +80,21 @@ def test_every_tree_gives_plain_decodings_reply(engine, options, method):
         assert given.ids == plain.ids
         assert 0 < given.stats.proposed <= draft_length * given.stats.passes
         assert given.stats.lossless
+
+
+@pytest.mark.parametrize("method", ["medusa", "medusa+ngram"])
+def test_a_target_that_rounds_activations_gets_chains(tiny_checkpoint, tmp_path, method):
+    """A tree's rows are not bit for bit plain decoding's, and rounding would make that whole steps."""
+    options = replace(QUICK, precision="int8", heads=str(heads_file(tmp_path)))
+    export(str(tiny_checkpoint), tmp_path / "bundle", options)
+    with Engine(tmp_path / "bundle", threads=1) as engine:
+        plain = reply(engine, FREE, method="none")
+        given = reply(engine, FREE, method=method, draft_length=4)
+        assert given.ids == plain.ids
+        assert given.stats.proposed > 0
+        drafter = engine._drafters[method]
+        drafter = getattr(drafter, "_heads", drafter)
+        assert drafter._tree.parents == (-1, 0, 1)
 
 
 def test_typical_acceptance_is_marked(engine):

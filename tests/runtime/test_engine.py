@@ -241,7 +241,7 @@ def test_prompts_that_cannot_be_run(engine, prompt, message):
     ("override", "message"),
     [
         ({"draft_length": 0}, "draft_length is 0: give a number from 1 to 63; to decode plainly use method none"),
-        ({"draft_length": 32}, "draft_length is 32"),
+        ({"draft_length": 64}, "draft_length is 64"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0: give a number from more than 0.0"),

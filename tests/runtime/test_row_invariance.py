@@ -17,7 +17,7 @@ from specedge.tests.reference import memory_checkpoint
 PRECISIONS = ("int8", "int4")
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16)
 CAPACITY = 97
-PROMPTS, TOKENS = 12, 128
+PROMPTS, TOKENS = 6, 128
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)
@@ -95,7 +95,7 @@ def test_a_rounded_target_gives_plain_decodings_ids(precision, draft, dev_prompt
     with Engine(bundle, verify=False) as engine:
         chats = (engine.text.chat_prompt([{"role": "user", "content": prompt["turns"][0]}]) for prompt in dev_prompts)
         methods = engine.methods
-        assert len(methods) == 3  # none, the draft, ngram
+        assert len(methods) == 5  # none, the draft, heads, heads with lookup, lookup
         prompts = [ids for ids in chats if len(ids) + TOKENS <= engine.capacity][:PROMPTS]
         assert len(prompts) == PROMPTS
         for number, ids in enumerate(prompts):
