@@ -67,7 +67,8 @@ def collect(
 
     rank, processes = share
     done, stored = store.done(), store.tokens()
-    waiting = [each for each in questions if each.number not in done][rank::processes]
+    # Shares do not depend on what is done: another process may have stored some of its own meanwhile.
+    waiting = [each for each in questions[rank::processes] if each.number not in done]
     if not waiting or (tokens is not None and stored >= tokens):
         return
     device = device or torch.device("cpu")
