@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.export.reading import parse_json
 from specedge.export.safetensors_file import SafetensorsFile
-from specedge.models.medusa import HeadsConfig, read_config, tensor_shapes
+from specedge.models.medusa import MOST_HEADS, HeadsConfig, read_config, tensor_shapes
 from specedge.quant.grid import Grid, Group, Rounded, dequantise, round_nearest
 from specedge.runtime.calibration import HeadCalibration, head_calibration
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -77,9 +79,10 @@ class Heads:
         if (config.hidden_size, config.vocab_size) != (hidden_size, vocab_size) or any(
             tap >= layers for tap in config.taps
         ):
+            reading = f", reading layer {max(config.taps)}" if config.taps else ""
             raise UsageError(
-                f"{self.where}: heads of another model ({config.hidden_size} wide, {config.vocab_size:,} tokens, where "
-                f"this one has {hidden_size} and {vocab_size:,}); give heads that were trained for it"
+                f"{self.where}: heads of another model ({config.hidden_size} wide, {config.vocab_size:,} tokens{reading}; "
+                f"this one has {hidden_size}, {vocab_size:,} and {layers} layers); give heads trained for it"
             )
 
 
@@ -99,7 +102,7 @@ def read_heads(path: Path, vocab_size: int) -> Heads:
         if _CONFIG in file.metadata:
             return _own(file)
         return _public(file, vocab_size)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, (CheckpointError, UsageError)):
             raise
         raise CheckpointError(f"{file.path}: {error}; these heads cannot be used") from None
@@ -159,9 +162,11 @@ def _file(path: Path) -> Path:
     if path.suffix in _PICKLES:
         wanted = path.with_suffix(".safetensors")
         raise UnsupportedModelError(
-            f"{path} is a pickle, which may run code when it is read; convert it where that does not matter: "
-            f'python -c "import torch; from safetensors.torch import save_file; '
-            f'save_file(torch.load({str(path)!r}, weights_only=True), {str(wanted)!r})"'
+            f"{path} is a pickle, which may run code when it is read; convert it where that does not matter: python -c "
+            + shlex.quote(
+                "import torch; from safetensors.torch import save_file; "
+                f"save_file(torch.load({str(path)!r}, weights_only=True), {str(wanted)!r})"
+            )
         )
     return path
 
@@ -174,7 +179,7 @@ def _own(file: SafetensorsFile) -> Heads:
     vocabulary = file.read_integers(_VOCABULARY) if _VOCABULARY in file.entries else None
     calibration = None
     if _CALIBRATION in file.metadata:
-        calibration = head_calibration(json.loads(str(file.metadata[_CALIBRATION])), str(file.path))
+        calibration = head_calibration(parse_json(str(file.metadata[_CALIBRATION]), str(file.path)), str(file.path))
     return _checked(Heads(config, tensors, vocabulary, calibration, file.path))
 
 
@@ -202,59 +207,95 @@ def _public(file: SafetensorsFile, vocab_size: int) -> Heads:
 
 @dataclass(frozen=True)
 class _Layout:
-    """A public layout: patterns of its names, and formats of the names that must be there."""
+    """A public layout: patterns of its names, how they are written, and whether one matrix may be all heads'."""
 
     block: str
     block_name: str
+    head: str
     head_name: str
     bias: str
+    bias_name: str
+    one_matrix: bool
 
     def read(self, file: SafetensorsFile, names: Mapping[str, str], vocab_size: int) -> Heads:
-        places = {tuple(map(int, found.groups())) for name in names if (found := re.fullmatch(self.block, name))}
-        heads, blocks = (1 + max(place[axis] for place in places) for axis in (0, 1))
-        own = [head for head in range(heads) if self.head_name.format(head=head, blocks=blocks) in names]
-        one = "lm_head.weight" in names or (own == [0] and heads > 1)
+        heads, blocks, one = self._size(file, names)
         wanted = [self.block_name.format(head=head, block=block) for head in range(heads) for block in range(blocks)]
-        if own and not one:
-            wanted += [self.head_name.format(head=head, blocks=blocks) for head in range(heads)]
-        _check_present(file, names, wanted)
-        first = file.entries[names[self.block_name.format(head=0, block=0)]].shape
-        vocabulary = file.read_integers(names["token_map"]) if "token_map" in names else None
-        guesses = vocab_size if vocabulary is None else len(vocabulary)
+        matrices = [self.head_name.format(head=head, blocks=blocks) for head in range(heads)]
+        own = not one and any(name in names for name in matrices)
+        _check_present(file, names, [*wanted, *(matrices if own else ())])
+        biases = [self.bias_name.format(head=head, block=block) for head in range(heads) for block in range(blocks)]
+        unknown = sorted(set(names) - {*wanted, *matrices, *biases, "lm_head.weight", "token_map"})
+        if unknown:
+            raise CheckpointError(f"{file.path} holds {_listed(unknown)}, which is no part of Medusa heads")
+        ids = self._ids(file, names, vocab_size)
+        guesses = vocab_size if ids is None else len(ids)
+        sides = file.entries[names[wanted[0]]].shape
         config = HeadsConfig(
             heads=heads,
-            hidden_size=first[0],
+            hidden_size=sides[0] if sides else 0,
             vocab_size=vocab_size,
             blocks=blocks,
-            vocabulary=0 if vocabulary is None else guesses,
-            lm_head="own" if own and not one else "shared",
+            vocabulary=0 if ids is None else guesses,
+            lm_head="own" if own else "shared",
         )
         tensors: dict[str, Matrix] = {}
-        for head in range(heads):
-            for block in range(blocks):
-                weight = self.block_name.format(head=head, block=block)
-                bias = names.get(self.bias.format(head=head, block=block))
-                prefix = f"heads.{head}.blocks.{block}.square"
-                tensors[f"{prefix}.weight"] = file.read(names[weight])
-                tensors[f"{prefix}.bias"] = np.zeros(first[0], np.float32) if bias is None else file.read(bias)
-            if config.lm_head == "own":
-                matrix = file.read(names[self.head_name.format(head=head, blocks=blocks)])
-                cut = vocabulary is not None and len(matrix) > guesses
-                tensors[f"heads.{head}.lm_head.weight"] = matrix[vocabulary] if cut else matrix
-        return Heads(config, tensors, vocabulary, None, file.path)
+        for place, (weight, bias) in enumerate(zip(wanted, biases, strict=True)):
+            prefix = "heads.{}.blocks.{}.square".format(*divmod(place, blocks))
+            tensors[f"{prefix}.weight"] = file.read(names[weight])
+            given = names.get(bias)
+            tensors[f"{prefix}.bias"] = np.zeros(config.hidden_size, np.float32) if given is None else file.read(given)
+        for head, name in enumerate(matrices if own else ()):
+            matrix = file.read(names[name])
+            if ids is not None and matrix.ndim == 2 and guesses < len(matrix) == vocab_size:
+                matrix = matrix[ids]
+            tensors[f"heads.{head}.lm_head.weight"] = matrix
+        return Heads(config, tensors, ids, None, file.path)
+
+    def _size(self, file: SafetensorsFile, names: Mapping[str, str]) -> tuple[int, int, bool]:
+        """How many heads there are, blocks of each, and whether one matrix is all heads'."""
+        found = [place for pattern in (self.block, self.bias) for place in _numbers(names, pattern)]
+        matrices = [place[0] for place in _numbers(names, self.head)]
+        one = self.one_matrix and ("lm_head.weight" in names or matrices == [0])
+        heads = 1 + max([place[0] for place in found] + ([] if one else matrices))
+        blocks = 1 + max(place[1] for place in found)
+        if heads > MOST_HEADS or blocks > MOST_HEADS:
+            raise CheckpointError(
+                f"{file.path} holds {heads} heads of {blocks} blocks, where {MOST_HEADS} are the most"
+            )
+        return heads, blocks, one and heads > 1
+
+    @staticmethod
+    def _ids(file: SafetensorsFile, names: Mapping[str, str], vocab_size: int) -> NDArray[np.int64] | None:
+        if "token_map" not in names:
+            return None
+        ids = file.read_integers(names["token_map"])
+        if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
+            raise CheckpointError(f"{file.path}: token_map is no list of this model's {vocab_size:,} tokens")
+        return ids
 
 
+def _numbers(names: Iterable[str], pattern: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, found.groups())) for name in names if (found := re.fullmatch(pattern, name))]
+
+
+_NUMBER = r"(\d{1,9})"
 _FASTER_DECODING = _Layout(
-    r"(\d+)\.(\d+)\.linear\.weight",
+    rf"{_NUMBER}\.{_NUMBER}\.linear\.weight",
     "{head}.{block}.linear.weight",
+    rf"{_NUMBER}\.{_NUMBER}\.weight",
     "{head}.{blocks}.weight",
+    rf"{_NUMBER}\.{_NUMBER}\.linear\.bias",
     "{head}.{block}.linear.bias",
+    one_matrix=False,
 )
 _VLLM = _Layout(
-    r"blocks\.(\d+)\.layers\.(\d+)\.weight",
+    rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.weight",
     "blocks.{head}.layers.{block}.weight",
+    rf"lm_heads\.{_NUMBER}\.weight",
     "lm_heads.{head}.weight",
+    rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.bias",
     "blocks.{head}.layers.{block}.bias",
+    one_matrix=True,
 )
 
 

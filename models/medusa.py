@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, fields
 
 from specedge.runtime.errors import CheckpointError
 
-__all__ = ["NORM_EPS", "HeadsConfig", "read_config", "tensor_shapes"]
+__all__ = ["MOST_HEADS", "NORM_EPS", "HeadsConfig", "read_config", "tensor_shapes"]
 
 NORM_EPS = 1e-6
-_MOST_HEADS = 16
+MOST_HEADS = 16
 _LM_HEADS = ("shared", "own", "lowrank")
 
 
@@ -61,10 +61,10 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         limits = {
-            "heads": (1, _MOST_HEADS),
+            "heads": (1, MOST_HEADS),
             "hidden_size": (1, 1 << 20),
             "vocab_size": (1, 1 << 24),
-            "blocks": (1, 16),
+            "blocks": (1, MOST_HEADS),
             "width": (0, 1 << 20),
             "vocabulary": (0, self.vocab_size),
             "rank": (0, self.hidden_size),

@@ -14,6 +14,7 @@ __all__ = ["CALIBRATION", "HeadCalibration", "calibration_json", "read_calibrati
 
 CALIBRATION = "calibration.json"
 _MOST_PATHS = 256
+_LONGEST_TEXT = 200
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class HeadCalibration:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if self.positions < 1 or not self.text.isprintable() or len(self.text) > _LONGEST_TEXT:
+            raise ValueError(f"positions {one_line(self.positions)} of {one_line(self.text)}")
         if len(self.values) != len(self.paths) or not 0 < len(self.paths) <= _MOST_PATHS:
             raise ValueError(f"{len(self.paths)} paths with {len(self.values)} values")
         if any(len(path) > len(self.top) for path in self.paths):
             raise ValueError("a path is longer than there are heads")
-        if any(not 0 <= value <= 1 for row in (*self.top, self.values) for value in row):
-            raise ValueError("a share is not between 0 and 1")
         if any(not 0 <= rank < len(row) for path in self.paths for rank, row in zip(path, self.top, strict=False)):
             raise ValueError("a rank is beyond a head's guesses")
         Tree.of(self.paths)
@@ -95,6 +96,8 @@ def _list(value: Any, where: str) -> list[Any]:
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{one_line(value)} is no number")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{one_line(value)} is not between 0 and 1")
     return float(value)
 
 

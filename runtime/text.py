@@ -96,6 +96,14 @@ class Text:
         """
         return [*self._before, *self._encode(_checked(text))]
 
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of a text that goes on where another ends.
+
+        Raises:
+            PromptError: As `encode`.
+        """
+        return self._encode(_checked(text))
+
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to speak.
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from specedge.export.calibration import fingerprint_of
 from specedge.export.checkpoint import Checkpoint
 from specedge.train.answering import Question, answer_questions
 from specedge.train.questions import in_groups
@@ -26,10 +27,8 @@ def row_facts(
 ) -> Mapping[str, Any]:
     """What rows depend on, but for the processor."""
     asked = [[each.number, each.prompt, each.length, each.answer, each.temperature] for each in questions]
-    config = json.dumps(dict(checkpoint.config), sort_keys=True, default=str)
     return {
-        "model": checkpoint.source,
-        "config": hashlib.sha256(config.encode()).hexdigest(),
+        "model": fingerprint_of(checkpoint, None).model,
         "questions": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
         "taps": list(taps),
         "seed": seed,
@@ -75,7 +74,7 @@ def collect(
     dtype = fast_dtype(device)
     decoder = load_target(checkpoint, dtype, device)
     sizes = decoder.sizes
-    capacity = max(len(each.prompt) + max(each.length, len(each.answer)) for each in waiting) + 1
+    capacity = max(len(each.prompt) + each.length for each in waiting) + 1
     slot_bytes = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * capacity * dtype.itemsize
     slots = max(1, min(_MOST_SLOTS, _CACHE_BYTES // slot_bytes, len(waiting)))
     target = BatchTarget(decoder, slots, capacity, taps, dtype)

@@ -26,8 +26,8 @@ def train() -> None:
     multiple=True,
     default=("self",),
     show_default=True,
-    help="File of JSON lines (turns to answer, chats or texts), may be repeated; self[:N]: the model asks itself "
-    "until its answers have N tokens.",
+    help="File of JSON lines (turns to answer, chats or texts), may be repeated; self[:N]: the model asks itself, "
+    "for about N tokens of answers.",
 )
 @click.option("--heads", type=click.IntRange(1, 16), default=4, show_default=True)
 @click.option("--width", type=int, default=640, show_default=True, help="Of a block inside; 0: the plain block.")
@@ -62,6 +62,7 @@ def medusa(model: str, output: Path, **chosen: Any) -> None:
 
     What the model gives is kept in a folder, and a training that was killed goes on where it was.
     """
+    from specedge.runtime.errors import UsageError
     from specedge.runtime.progress import Phases
     from specedge.train.target import check_packages
 
@@ -73,6 +74,8 @@ def medusa(model: str, output: Path, **chosen: Any) -> None:
     names = ("epochs", "segments", "learning_rate", "soft", "dropout", "seed", "gradient_checkpointing")
     settings = Settings(**{name: chosen.pop(name) for name in names})
     joint, steps = chosen.pop("joint"), chosen.pop("joint_steps")
+    if joint is not None and joint.exists():
+        raise UsageError(f"{joint} exists already; give another folder for the new model")
     options = TrainOptions(**chosen, settings=settings)
     with Phases() as phases:
         done = train_medusa(model, output, options, progress=phases, report=_print)

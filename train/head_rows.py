@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from specedge.runtime.errors import UsageError
 from specedge.train.shards import Rows
 
 if TYPE_CHECKING:
@@ -93,6 +94,19 @@ class HeadRows:
             kind += [(start, min(start + _SEGMENT, last), last) for start in range(first, last, _SEGMENT)]
         self.held_out_tokens = int(held.sum())
         self.train_tokens = len(rows) - self.held_out_tokens
+
+    def check(self) -> None:
+        """Sees that there is something to train on, and to measure on, before either.
+
+        Raises:
+            UsageError: There is not.
+        """
+        measured = any(last - first > self._heads for first, _, last in self._held_out)
+        if not self._train or not measured:
+            raise UsageError(
+                f"{self.train_tokens} tokens to train on and {self.held_out_tokens} held out, where answers have to be "
+                f"longer than {self._heads}: too few to train heads; give more prompts (20 or more), or longer answers"
+            )
 
     def steps(self, epochs: float, segments: int, processes: int = 1) -> int:
         """Steps that so many epochs take, at so many segments a step and process."""

@@ -59,15 +59,25 @@ def load_state(
 
     Raises:
         UsageError: It is of a training with other settings.
+        StorageError: It is damaged.
     """
-    import torch
-    from safetensors import safe_open
+    from safetensors import SafetensorError
 
     if not path.exists():
         return 0
+    try:
+        return _load(path, parameters, optimiser, json.dumps(dict(facts), sort_keys=True))
+    except (SafetensorError, OSError, KeyError, RuntimeError):
+        raise StorageError(f"{path} is damaged; delete it to begin anew") from None
+
+
+def _load(path: Path, parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, facts: str) -> int:
+    import torch
+    from safetensors import safe_open
+
     with safe_open(str(path), framework="pt") as stored:
         metadata = stored.metadata() or {}
-        if metadata.get("facts") != json.dumps(dict(facts), sort_keys=True):
+        if metadata.get("facts") != facts:
             raise UsageError(f"{path} is the state of a training with other settings; delete it to begin anew")
         step = int(metadata["step"])
         with torch.no_grad():

@@ -29,7 +29,7 @@ class TrainOptions:
     """What to train, and on what.
 
     Attributes:
-        data: Files of JSON lines, or "self" or "self:N": the target asks itself, until its answers have N tokens.
+        data: Files of JSON lines, or "self" or "self:N": the target asks itself, a question for each 100 of N tokens.
         heads, width, blocks, vocabulary, rank: As in `HeadsConfig`; a rank means low-rank vocabulary matrices.
         chain: Whether heads read the token before the one they guess.
         inner: Whether they read inputs of inner layers (EAGLE-3's three, arXiv 2503.01840).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,19 @@ def open_text(checkpoint: Checkpoint, vocab_size: int) -> tuple[Text, frozenset[
 
 
 def read_questions(
-    paths: Sequence[Path], text: Text, *, length: int, capacity: int, temperatures: Sequence[float] = (0.0,)
+    paths: Sequence[Path],
+    text: Text,
+    *,
+    length: int,
+    capacity: int,
+    temperatures: Sequence[float] = (0.0,),
+    ends: Collection[int] = (),
 ) -> Asked:
     """Reads files of JSON lines.
 
     A line with `turns` holds a user's turns, of which the target answers the first; one with
     `messages` a chat, whose last answer of the assistant is taken as it is (or written, where a
-    user has the last word); one with `text` a text, which is taken as it is.
+    user has the last word); one with `text` a text, which is taken as it is, as far as `length` goes.
 
     Args:
         paths: The files.
@@ -65,6 +71,7 @@ def read_questions(
         length: Most tokens of an answer.
         capacity: Most tokens of a prompt and its answer; longer lines are left out.
         temperatures: Each prompt is answered once at each.
+        ends: Tokens that end an answer; the first is put behind a chat's.
 
     Raises:
         UsageError: A file cannot be read, or a line of it is none of these; or nothing fits.
@@ -74,11 +81,13 @@ def read_questions(
     left_out = 0
     for path in paths:
         for where, line in _lines(path):
-            prompt, answer = _tokens(line, where, text)
+            prompt, answer = _tokens(line, where, text, tuple(sorted(ends))[:1])
             if prompt and len(prompt) + length <= capacity:
                 pairs.append((prompt, answer))
             else:
                 left_out += 1
+    if not pairs and not left_out:
+        raise UsageError(f"no line in {', '.join(map(str, paths))}; write {_FORMS}")
     if not pairs:
         raise UsageError(f"no line of {', '.join(map(str, paths))} leaves room for an answer; give shorter ones")
     return _asked(pairs, length, temperatures, left_out)
@@ -111,7 +120,7 @@ def in_groups(questions: Sequence[Question], seed: int) -> Iterator[Question]:
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; give a file of JSON lines: {_FORMS}") from None
     except UnicodeDecodeError:
@@ -131,11 +140,23 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield where, raw
 
 
-def _tokens(line: Mapping[str, Any], where: str, text: Text) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _tokens(
+    line: Mapping[str, Any], where: str, text: Text, end: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Prompt and answer of a line; (): the answer is to be written."""
-    if isinstance(line.get("text"), str):
-        ids = tuple(text.encode(line["text"]))
-        return ids[:1], ids[1:]
+    try:
+        if isinstance(line.get("text"), str):
+            ids = tuple(text.encode(line["text"]))
+            return ids[:1], ids[1:]
+        messages, answer = _conversation(line, where)
+        prompt = tuple(text.chat_prompt(messages))
+        return prompt, (*text.encode_more(answer), *end) if answer else ()
+    except PromptError as error:
+        raise PromptError(f"{where}: {error}") from None
+
+
+def _conversation(line: Mapping[str, Any], where: str) -> tuple[list[dict[str, str]], str]:
+    """What was said before the answer, and the answer; "": it is to be written."""
     if "messages" in line:
         messages = _messages(line["messages"], where)
         answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
@@ -145,11 +166,7 @@ def _tokens(line: Mapping[str, Any], where: str, text: Text) -> tuple[tuple[int,
         raise UsageError(f"{where}: neither turns, messages nor text; write {_FORMS}")
     if not messages or not messages[-1]["content"].strip():
         raise UsageError(f"{where}: nothing is asked; write {_FORMS}")
-    try:
-        prompt = tuple(text.chat_prompt(messages))
-    except PromptError as error:
-        raise PromptError(f"{where}: {error}") from None
-    return prompt, tuple(text.encode(answer)) if answer else ()
+    return messages, answer
 
 
 def _messages(raw: Any, where: str) -> list[dict[str, str]]:

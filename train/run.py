@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from specedge.export.sources import resolve
 from specedge.models import Dimensions, find_family, read_dimensions
 from specedge.models.medusa import HeadsConfig
 from specedge.runtime.calibration import HeadCalibration
-from specedge.runtime.errors import UsageError
+from specedge.runtime.errors import StorageError, UsageError
 from specedge.runtime.files import check_writable
 from specedge.train.collect import collect, row_facts
 from specedge.train.head_rows import HeadRows, frequent_tokens
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GUESSES", "Prepared", "Trained", "make_accelerator", "prepare", "train_medusa"]
 
+_log = logging.getLogger("specedge.train")
 _QUESTION_ANSWER = 100  # tokens of an answer to a question of the target's own, about
 GUESSES = 10
 
@@ -121,6 +123,7 @@ def train_medusa(
     arranged = HeadRows(
         rows, ready.asked.prompts, ready.config.heads, guessed, ready.sizes.vocab_size, accelerator.device
     )
+    arranged.check()
     state = state_path(output)
     facts = {"config": ready.config.to_json(), "rows": len(rows)}
     loss = train_heads(heads, arranged, options.settings, accelerator, state=state, facts=facts, progress=report)
@@ -160,6 +163,10 @@ def prepare(model: str, output: Path, options: TrainOptions, accelerator: Accele
     config = options.config(sizes)
     text, ends = open_text(checkpoint, sizes.vocab_size)
     folder = options.rows if options.rows is not None else output.with_name(f"{output.name}.rows")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder.parent}: cannot be made ({error.strerror}); give another folder") from None
     capacity = min(options.context, sizes.positions)
     seed, length = options.settings.seed, min(options.length, capacity // 2)
     tokens = options.tokens
@@ -183,7 +190,10 @@ def prepare(model: str, output: Path, options: TrainOptions, accelerator: Accele
             length=length,
             capacity=capacity,
             temperatures=options.temperatures,
+            ends=ends,
         )
+        if asked.left_out:
+            _log.info("%s lines are too long for a context of %s tokens and are left out", asked.left_out, capacity)
     facts = row_facts(checkpoint, asked.questions, config.taps, seed)
     store = RowStore(folder, facts, accelerator.process_index)
     collect(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+from specedge.export.calibration import fingerprint_of
 from specedge.export.calibration_texts import chat_frame
 from specedge.export.checkpoint import Checkpoint
+from specedge.models import find_family, read_dimensions
 from specedge.runtime.errors import StorageError, UsageError
 from specedge.runtime.files import write_text
 from specedge.runtime.text import Text
@@ -55,8 +57,9 @@ def self_questions(
         raise UsageError(
             f"--data self: {checkpoint.name} has no chat template in which it could ask itself; give --data FILE.jsonl"
         )
-    about = {"source": checkpoint.source, "count": count, "seed": seed}
-    if (kept := _read(path, about)) is not None:
+    about = {"model": fingerprint_of(checkpoint, None).model, "count": count, "seed": seed}
+    vocab_size = read_dimensions(find_family(checkpoint.config.get("model_type")), checkpoint.config).vocab_size
+    if (kept := _read(path, about, vocab_size)) is not None:
         return kept
     where = device if isinstance(device, torch.device) else torch.device("cpu")
     dtype = fast_dtype(where)
@@ -81,15 +84,19 @@ def self_questions(
     return prompts
 
 
-def _read(path: Path, about: dict[str, object]) -> list[tuple[int, ...]] | None:
+def _read(path: Path, about: dict[str, object], vocab_size: int) -> list[tuple[int, ...]] | None:
     if not path.exists():
         return None
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        prompts: Sequence[Sequence[int]] = raw["prompts"]
+        prompts = [tuple(prompt) for prompt in raw["prompts"]]
         fits = raw["about"] == about
-    except (OSError, ValueError, KeyError, TypeError):
+        if not prompts or any(
+            type(token) is not int or not 0 <= token < vocab_size for each in prompts for token in each
+        ):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise StorageError(f"{path} is damaged; delete it") from None
     if not fits:
         raise UsageError(f"{path} holds questions of another model or with other settings; delete it")
-    return [tuple(map(int, prompt)) for prompt in prompts]
+    return prompts

@@ -40,9 +40,12 @@ class Settings:
             raise UsageError(f"epochs is {self.epochs}: give a number above 0")
         if self.segments < 1:
             raise UsageError(f"batch is {self.segments}: give 1 or more")
-        for name in ("soft", "dropout"):
-            if not 0 <= getattr(self, name) <= 1 or self.dropout == 1:
-                raise UsageError(f"{name} is {getattr(self, name)}: give a number from 0 to 1")
+        if not 0 <= self.soft <= 1:
+            raise UsageError(f"soft is {self.soft}: give a number from 0 to 1")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout is {self.dropout}: give a number from 0 to below 1")
+        if not 0 <= self.seed < 1 << 31:
+            raise UsageError(f"seed is {self.seed}: give a whole number from 0 to {(1 << 31) - 1}")
         for name in ("learning_rate", "decay"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}: give a number above 0, at most 1")

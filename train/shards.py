@@ -7,9 +7,11 @@ A folder holds `rows.json`, which says what the rows are of, and shards: safeten
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +67,8 @@ class RowStore:
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], rank: int = 0) -> None:
         self.folder, self._rank, self._pending = folder, rank, list[Answer]()
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file where a folder for rows belongs; give another name")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._claim(json.dumps(dict(facts), indent=1, sort_keys=True))
@@ -74,13 +78,13 @@ class RowStore:
     def _claim(self, facts: str) -> None:
         path = self.folder / _FACTS
         if path.exists():
-            if path.read_text(encoding="utf-8") != facts:
+            if path.read_text(encoding="utf-8", errors="replace") != facts:
                 raise UsageError(
                     f"{self.folder} holds rows of another model, other data or other settings; "
                     "give another folder, or delete it"
                 )
             return
-        if any(self.folder.iterdir()):
+        if any(each.suffix != ".tmp" for each in self.folder.iterdir()):
             raise UsageError(f"{self.folder} is not empty and holds no rows; give another folder")
         beside = path.with_suffix(f".{os.getpid()}.tmp")
         beside.write_text(facts, encoding="utf-8")
@@ -88,21 +92,17 @@ class RowStore:
 
     def done(self) -> set[int]:
         """Numbers of the answers that are stored."""
-        from safetensors import safe_open
-
         numbers: set[int] = set()
         for path in self._shards():
-            with safe_open(str(path), framework="pt") as shard:
+            with _opened(path) as shard:
                 numbers.update(shard.get_tensor("numbers").tolist())
         return numbers
 
     def tokens(self) -> int:
         """How many tokens the stored answers have."""
-        from safetensors import safe_open
-
         total = 0
         for path in self._shards():
-            with safe_open(str(path), framework="pt") as shard:
+            with _opened(path) as shard:
                 total += shard.get_slice("tokens").get_shape()[0]
         return total
 
@@ -115,17 +115,18 @@ class RowStore:
     def flush(self) -> None:
         """Writes what is pending."""
         if self._pending:
-            _save(self._pending, self.folder / f"rows-{self._rank}-{len(self._shards()):05}.safetensors")
+            number = next(n for n in itertools.count() if not self._shard(n).exists())
+            _save(self._pending, self._shard(number))
             self._pending = []
 
     def load(self) -> Rows:
         """All rows, in the order of the answers' numbers, so that who wrote them when makes no difference."""
         import torch
-        from safetensors.torch import load_file
 
         parts: dict[int, Rows] = {}
         for path in self._shards():
-            shard = load_file(str(path))
+            with _opened(path) as stored:
+                shard = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  no mapping
             first = 0
             for number, end in zip(shard["numbers"].tolist(), shard["ends"].tolist(), strict=True):
                 inner = shard["inner"][first:end] if "inner" in shard else None
@@ -134,8 +135,27 @@ class RowStore:
                 first = end
         return _joined([parts[number] for number in sorted(parts)])
 
+    def _shard(self, number: int) -> Path:
+        return self.folder / f"rows-{self._rank}-{number:05}.safetensors"
+
     def _shards(self) -> list[Path]:
         return sorted(self.folder.glob("rows-*.safetensors"))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open shard.
+
+    Raises:
+        StorageError: It is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as shard:
+            yield shard
+    except (SafetensorError, OSError, KeyError):
+        raise StorageError(f"{path} is damaged; delete it, and what it held is written again") from None
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

@@ -15,7 +15,7 @@ from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.none import NoDrafter
 from specedge.runtime.drafters.self_draft import SelfDrafter
 from specedge.runtime.drafters.tree import dense_tree, is_shape
-from specedge.runtime.errors import NumericError
+from specedge.runtime.errors import NumericError, UsageError
 from specedge.runtime.graph import Decoder
 from specedge.runtime.growing import GrowingDecoder
 from specedge.runtime.heads import HeadsGraph
@@ -69,10 +69,18 @@ def _draft_model(name: str, model: Target) -> Drafter:
 def _heads(part: str, opener: Opener) -> Drafter:
     """A drafter over heads: their calibrated tree, or a dense one of the shape that `part` gives.
 
-    Where a tree would not give plain decoding's tokens it is a chain, unless a shape asks for another.
+    Where a tree would not give plain decoding's tokens it is a chain.
+
+    Raises:
+        UsageError: There a shape asks for a tree.
     """
     name = f"{_MEDUSA}:{part}" if part else _MEDUSA
     spec = opener.manifest.heads[_MEDUSA]
+    if part and not opener.trees and set(part.split("x")) != {"1"}:
+        raise UsageError(
+            f"method {name!r}: a tree would not be exact on a target that rounds its activations "
+            f"({opener.manifest.target.precision}); use medusa, which drafts a chain there"
+        )
     shape = part or ("" if opener.trees else "x".join(["1"] * spec.heads))
     tree = dense_tree(shape, spec.heads, spec.guesses) if shape else opener.calibration(_MEDUSA).tree
     heads = opener.heads(_MEDUSA)

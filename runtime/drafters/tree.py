@@ -8,6 +8,7 @@ first of them.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,11 +74,11 @@ def dense_tree(shape: str, heads: int, guesses: int) -> Tree:
             f"tree {shape!r}: give a number of guesses for each depth, as in 2x3, "
             f"for at most {heads} heads of {guesses} guesses"
         )
+    count = sum(itertools.accumulate(sizes, operator.mul))
+    if count > _MOST_NODES:
+        raise UsageError(f"tree {shape!r} has {count} nodes; give one of at most {_MOST_NODES}")
     levels = [list(itertools.product(*map(range, sizes[:depth]))) for depth in range(1, len(sizes) + 1)]
-    paths = [path for level in levels for path in level]
-    if len(paths) > _MOST_NODES:
-        raise UsageError(f"tree {shape!r} has {len(paths)} nodes; give one of at most {_MOST_NODES}")
-    return Tree.of(paths)
+    return Tree.of([path for level in levels for path in level])
 
 
 def is_shape(text: str) -> bool:

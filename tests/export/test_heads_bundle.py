@@ -95,6 +95,9 @@ def test_a_target_that_rounds_activations_gets_chains(tiny_checkpoint, tmp_path,
         drafter = engine._drafters[method]
         drafter = getattr(drafter, "_heads", drafter)
         assert drafter._tree.parents == (-1, 0, 1)
+        assert reply(engine, FREE, method="medusa:1x1").ids == plain.ids
+        with pytest.raises(UsageError, match="a tree would not be exact on a target that rounds"):
+            engine.generate(PROMPT, method="medusa:2x3")
 
 
 def test_typical_acceptance_is_marked(engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -111,6 +112,34 @@ def test_what_is_missing_is_named(tmp_path, tensors, lost):
         read_heads(tmp_path / "h.safetensors", VOCAB)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"1.1.weight": None}, r"lacks 1\.1\.weight"),
+        ({"1.0.linear.weight": None}, r"lacks 1\.0\.linear\.weight"),
+        ({"1.0.linear.weight": None, "1.0.linear.bias": None}, r"lacks 1\.0\.linear\.weight"),
+        ({"2000000.0.linear.weight": np.zeros((2, 2), np.float32)}, "2000001 heads"),
+        ({"0.0.linear.weight": np.zeros((), np.float32)}, "hidden_size is 0"),
+        ({"optimizer.step": np.zeros(2, np.float32)}, r"holds optimizer\.step, which is no part"),
+    ],
+    ids=["matrix", "block", "head", "huge", "scalar", "more"],
+)
+def test_two_heads_of_which_something_is_wrong(tmp_path, change, said):
+    tensors = {**faster_decoding(2), **change}
+    save_file({name: each for name, each in tensors.items() if each is not None}, tmp_path / "h.safetensors")
+    with pytest.raises(CheckpointError, match=said):
+        read_heads(tmp_path / "h.safetensors", VOCAB)
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array([3, VOCAB]), np.array([-1, 3]), np.array(3)], ids=["beyond", "below", "scalar"]
+)
+def test_a_token_map_of_another_model(tmp_path, ids):
+    save_file({**vllm(prefix=""), "token_map": ids}, tmp_path / "h.safetensors")
+    with pytest.raises(CheckpointError, match="token_map is no list of this model's 320 tokens"):
+        read_heads(tmp_path / "h.safetensors", VOCAB)
+
+
 def test_own_files_with_a_tensor_missing_or_too_many(tmp_path):
     from safetensors.numpy import load_file
 
@@ -137,9 +166,9 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, name, i
     torch.save({key: torch.from_numpy(each) for key, each in faster_decoding().items()}, path)
     with pytest.raises(UnsupportedModelError, match="is a pickle") as caught:
         read_heads(tmp_path if in_folder else path, VOCAB)
-    command = str(caught.value).split("matter: ", 1)[1]
-    assert command.startswith('python -c "')
-    subprocess.run([sys.executable, "-c", command[len('python -c "') : -1]], check=True)
+    python, *arguments = shlex.split(str(caught.value).split("matter: ", 1)[1])
+    assert python == "python"
+    subprocess.run([sys.executable, *arguments], check=True)
     assert read_heads(path.with_suffix(".safetensors"), VOCAB).config.heads == 2
 
 
@@ -166,6 +195,9 @@ def test_another_models_heads_are_refused():
         ({"top": [[0.5]]}, "beyond a head's guesses|path is longer"),
         ({"paths": [[0, 0], [0]]}, "paths with"),
         ({"more": 1}, "unknown key"),
+        ({"values": [10**400] * 6}, "not between 0 and 1"),
+        ({"positions": -3}, "positions -3"),
+        ({"text": "a\x1b[2J"}, "positions 100 of"),
     ],
 )
 def test_a_calibration_that_makes_no_sense(tmp_path, change, said):

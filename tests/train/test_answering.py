@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ pytest.importorskip("torch")
 
 import torch
 
+from specedge.export.checkpoint import ReplacedTensors
 from specedge.export.sources import resolve
-from specedge.runtime.errors import PromptError, UsageError
+from specedge.runtime.errors import PromptError, StorageError, UsageError
 from specedge.train.answering import Question, answer_questions
+from specedge.train.collect import row_facts
 from specedge.train.questions import in_groups, open_text, read_questions
 from specedge.train.shards import RowStore
 from specedge.train.target import BatchTarget, load_target
@@ -107,7 +110,7 @@ def lines(path, *objects):
 
 def asked(checkpoint, *paths, **options):
     text, _ = open_text(checkpoint, 320)
-    return read_questions(paths, text, **{"length": 8, "capacity": 200, **options})
+    return read_questions(paths, text, **{"length": 8, "capacity": 200, "ends": {2}, **options})
 
 
 def test_prompts_chats_and_texts_are_read(checkpoint, tmp_path):
@@ -124,7 +127,7 @@ def test_prompts_chats_and_texts_are_read(checkpoint, tmp_path):
     assert ends == {2}
     assert [each.prompt for each in (first, chat, open_chat)] == [prompt] * 3
     assert (first.answer, open_chat.answer) == ((), ())
-    assert chat.answer == tuple(text.encode("the fox"))
+    assert chat.answer == (*text.encode("the fox"), 2)
     assert plain.prompt + plain.answer == tuple(text.encode("the fox said hello"))
     assert [(each.number, each.temperature) for each in others] == [(4, 0.7), (6, 0.7)]  # what is given comes once
     assert found.prompts == 4
@@ -156,6 +159,36 @@ def test_lines_that_are_none(checkpoint, tmp_path, line, error, said):
     with pytest.raises(error, match=said):
         asked(checkpoint, tmp_path / "a.jsonl")
     assert PromptError is not None
+
+
+def test_an_answer_has_no_begin_of_text(checkpoint, tmp_path):
+    """A model whose tokenizer puts one before a text does not write one in the middle of a chat."""
+    config = {**checkpoint.tokenizer.config, "add_bos_token": True, "bos_token": "<|endoftext|>"}
+    text, _ = open_text(replace(checkpoint, tokenizer=replace(checkpoint.tokenizer, config=config)), 320)
+    assert text.encode("the fox")[0] == 0
+    said = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "the fox"}]
+    path = lines(tmp_path / "a.jsonl", {"messages": said})
+    (found,) = read_questions([path], text, length=8, capacity=200, ends={2}).questions
+    assert found.answer == (*text.encode_more("the fox"), 2)
+    assert 0 not in found.answer
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk", b"\xff" * 64])
+def test_damaged_shards_are_told(decoder, tmp_path, damage):
+    store = RowStore(tmp_path / "rows", {"model": "one"})
+    store.add(answers(decoder, questions(1), 1)[0])
+    store.flush()
+    (shard,) = (tmp_path / "rows").glob("rows-*")
+    shard.write_bytes(damage)
+    for read in (store.done, store.tokens, store.load):
+        with pytest.raises(StorageError, match="is damaged; delete it"):
+            read()
+
+
+def test_rows_of_other_weights_are_not_taken(checkpoint):
+    name = "model.norm.weight"
+    other = replace(checkpoint, tensors=ReplacedTensors(checkpoint.tensors, {name: 2 * checkpoint.tensors[name]}))
+    assert row_facts(checkpoint, questions(), TAPS, 0) != row_facts(other, questions(), TAPS, 0)
 
 
 def test_a_file_that_is_not_there(checkpoint, tmp_path):

@@ -22,7 +22,7 @@ from specedge.export.sources import resolve
 from specedge.models.medusa import HeadsConfig
 from specedge.runtime.bundle import open_bundle
 from specedge.runtime.engine import Engine
-from specedge.runtime.errors import UsageError
+from specedge.runtime.errors import StorageError, UsageError
 from specedge.tests.heads import logits_of, random_heads
 from specedge.tests.tiny import TinyLlama, write_tiny_checkpoint
 from specedge.train import medusa, run
@@ -250,7 +250,16 @@ def test_a_target_that_asks_itself(tiny_checkpoint, tmp_path, capsys):
 def test_options_out_of_range(options, said):
     with pytest.raises(UsageError, match=said):
         TrainOptions(**options)
-    for wrong in ({"soft": 2}, {"dropout": 1}, {"epochs": 0}, {"segments": 0}, {"learning_rate": 0}, {"decay": 2}):
+    for wrong in (
+        {"soft": 2},
+        {"dropout": 1},
+        {"seed": -1},
+        {"seed": 1 << 31},
+        {"epochs": 0},
+        {"segments": 0},
+        {"learning_rate": 0},
+        {"decay": 2},
+    ):
         with pytest.raises(UsageError, match="give"):
             Settings(**wrong)
 
@@ -260,6 +269,21 @@ def test_a_model_without_a_builder(tmp_path):
     result = CliRunner().invoke(main, ["train", "medusa", str(folder), "-o", str(tmp_path / "h.safetensors")])
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("Error: config.json: no builder for model_type 'gpt_neo'")
+
+
+def test_too_little_to_train_on_is_told_before(tiny_checkpoint, data, tmp_path):
+    one = tmp_path / "one.jsonl"
+    one.write_text(data.read_text().splitlines()[0])
+    for options in (replace(OPTIONS, data=(str(one),)), replace(OPTIONS, data=(str(data),), heads=16, length=8)):
+        with pytest.raises(UsageError, match="too few to train heads"):
+            train_medusa(str(tiny_checkpoint), tmp_path / f"{options.heads}.safetensors", options)
+
+
+def test_a_damaged_state_is_told(tiny_checkpoint, options, tmp_path):
+    output = tmp_path / "heads.safetensors"
+    run.state_path(output).write_bytes(b"junk")
+    with pytest.raises(StorageError, match="is damaged; delete it to begin anew"):
+        train_medusa(str(tiny_checkpoint), output, options)
 
 
 # ---- Medusa-2 -------------------------------------------------------------------------------
