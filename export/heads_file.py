@@ -80,9 +80,10 @@ class Heads:
             tap >= layers for tap in config.taps
         ):
             reading = f", reading layer {max(config.taps)}" if config.taps else ""
+            theirs = f"{config.hidden_size} wide, {config.vocab_size:,} tokens{reading}"
             raise UsageError(
-                f"{self.where}: heads of another model ({config.hidden_size} wide, {config.vocab_size:,} tokens{reading}; "
-                f"this one has {hidden_size}, {vocab_size:,} and {layers} layers); give heads trained for it"
+                f"{self.where}: heads of another model ({theirs}; this one has {hidden_size}, {vocab_size:,} and "
+                f"{layers} layers); give heads that were trained for it"
             )
 
 
