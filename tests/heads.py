@@ -12,10 +12,10 @@ from specedge.export.checkpoint import Checkpoint
 from specedge.export.heads_file import Heads
 from specedge.models import find_family
 from specedge.models.medusa import NORM_EPS, HeadsConfig, tensor_shapes
-from specedge.runtime.calibration import HeadCalibration
+from specedge.tests.calibrations import calibration
 from specedge.tests.tiny import TinyLlama
 
-__all__ = ["PLAIN", "WIDE", "calibration", "logits_of", "random_heads"]
+__all__ = ["PLAIN", "WIDE", "logits_of", "random_heads"]
 
 TINY = TinyLlama()
 PLAIN = HeadsConfig(heads=3, hidden_size=TINY.hidden, vocab_size=TINY.vocab)
@@ -32,13 +32,6 @@ def random_heads(config: HeadsConfig, seed: int = 0, calibrated: bool = True) ->
     ids = random.permutation(config.vocab_size)[: config.vocabulary].astype(np.int64) if config.vocabulary else None
     measured = calibration(config.heads, min(10, config.guesses)) if calibrated else None
     return Heads(config, tensors, ids, measured, Path("heads.safetensors"))
-
-
-def calibration(heads: int, guesses: int) -> HeadCalibration:
-    """One that might have been measured: the first guesses are the best."""
-    top = tuple(tuple((rank + 1) / (guesses + 1 + head) for rank in range(guesses)) for head in range(heads))
-    paths = [(0,), (1,), *([(0, 0), (0, 1), (1, 0)] if heads > 1 else []), *([(0, 0, 0)] if heads > 2 else [])]
-    return HeadCalibration("a test", 100, top, tuple(paths), tuple(0.5 / (place + 1) for place in range(len(paths))))
 
 
 def logits_of(heads: Heads, checkpoint: Checkpoint, hidden: Any, inner: Any, token: int) -> np.ndarray:

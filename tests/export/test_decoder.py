@@ -163,6 +163,7 @@ def test_what_the_manifest_is_told(tmp_path):
         "shares_cache": False,
         "cache_layers": (),
         "recipe": "fp16",
+        "taps": (),
     }
     assert {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}["target.onnx_data"] == sum(told)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specedge.runtime.calibration import calibration_json, read_calibration
-from specedge.tests.heads import calibration
+from specedge.tests.calibrations import calibration
 
 
 def test_a_calibration_comes_back_as_it_was():
