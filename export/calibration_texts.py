@@ -18,7 +18,7 @@ from specedge.runtime.graph import Decoder
 from specedge.runtime.prompts import Prompt
 from specedge.runtime.text import Text as Tokenizer
 
-__all__ = ["FEWEST_PROMPTS", "LENGTH", "TOKENS", "TextSource", "chat_frame", "text_source"]
+__all__ = ["FEWEST_PROMPTS", "LENGTH", "TOKENS", "TextSource", "chat_frame", "open_text", "text_source"]
 
 Counter = Callable[[int, int], None]
 
@@ -123,12 +123,7 @@ def text_source(
         PromptError: A prompt that the tokenizer or the chat template refuses.
         BundleError: The tokenizer or the chat template is at fault.
     """
-    generation = generation_config(checkpoint)
-    ends = frozenset(token for token in token_ids(generation.get("eos_token_id")) if 0 <= token < vocab_size)
-    files = checkpoint.tokenizer
-    tokenizer = Tokenizer(
-        files.model, files.config, files.chat_template, vocab_size=vocab_size, eos=tuple(ends), where=checkpoint.name
-    )
+    tokenizer, ends = open_text(checkpoint, vocab_size)
     name: dict[str, Any] = {
         "tokens": tokens,
         "seed": seed,
@@ -140,16 +135,28 @@ def text_source(
         chosen = _chosen(_rendered(tokenizer, prompts, capacity), tokens, seed)
         digest = hashlib.sha256(repr(chosen).encode()).hexdigest()
         return TextSource({**name, "prompts": digest}, chosen, (), ends, (), capacity, tokens, seed)
-    header, reply = chat_frame(tokenizer, files.chat_template is not None)
+    header, reply = chat_frame(tokenizer, checkpoint.tokenizer.chat_template is not None)
     room = min(LENGTH, capacity - 1)
     if header and reply and len(header) + len(reply) + _ANSWER // 8 < room:
         return TextSource(name, (), (header,), ends, reply, capacity, tokens, seed)
-    begin = [*tokenizer.encode(""), *token_ids(generation.get("bos_token_id")), *sorted(ends)]
+    begin = [*tokenizer.encode(""), *token_ids(generation_config(checkpoint).get("bos_token_id")), *sorted(ends)]
     starts = tuple((token,) for token in begin[:1] if 0 <= token < vocab_size)
     if not starts:
         drawn = np.random.default_rng(seed).integers(vocab_size, size=_FIRST_TOKENS)
         starts = tuple((int(token),) for token in drawn)
     return TextSource(name, (), starts, ends, (), capacity, tokens, seed)
+
+
+def open_text(checkpoint: Checkpoint, vocab_size: int) -> tuple[Tokenizer, frozenset[int]]:
+    """A checkpoint's tokenizer with its chat template, and the tokens that end an answer."""
+    ends = frozenset(
+        token for token in token_ids(generation_config(checkpoint).get("eos_token_id")) if 0 <= token < vocab_size
+    )
+    files = checkpoint.tokenizer
+    text = Tokenizer(
+        files.model, files.config, files.chat_template, vocab_size=vocab_size, eos=tuple(ends), where=checkpoint.name
+    )
+    return text, ends
 
 
 def _rendered(tokenizer: Tokenizer, prompts: Sequence[Prompt], capacity: int) -> list[tuple[int, ...]]:

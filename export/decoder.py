@@ -27,7 +27,7 @@ from specedge.runtime.errors import StorageError, UsageError
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["STANDARD", "write_decoder"]
+__all__ = ["STANDARD", "save_graph", "write_decoder"]
 
 STANDARD = "model"
 _ROWS, _LOGIT_ROWS, _CAPACITY = "rows", "logit_rows", "capacity"
@@ -87,9 +87,9 @@ def write_decoder(
     data = folder / f"{STANDARD if standard else stem}.onnx_data"
     with WeightFile(data, on_tensor) as weights:
         decoder.store(checkpoint.tensors if tensors is None else tensors, weights, quantise)
-        _save(_speculative_graph(decoder, weights, taps), folder / f"{stem}.onnx")
+        save_graph(_speculative_graph(decoder, weights, taps), folder / f"{stem}.onnx")
         if standard:
-            _save(standard_graph(decoder, weights), folder / f"{STANDARD}.onnx")
+            save_graph(standard_graph(decoder, weights), folder / f"{STANDARD}.onnx")
     return replace(_spec(decoder, recipe, f"{stem}.onnx", weights.size), taps=tuple(taps))
 
 
@@ -164,7 +164,12 @@ def _tree_attention(decoder: Decoder, graph: GraphBuilder, layer: int, qkv: str)
     return heads
 
 
-def _save(model: ModelProto, path: Path) -> None:
+def save_graph(model: ModelProto, path: Path) -> None:
+    """Writes a graph file.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
     try:
         path.write_bytes(model.SerializeToString())
     except OSError as error:

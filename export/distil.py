@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from specedge.export.checkpoint import ReplacedTensors, Tensors
 from specedge.export.texts import Text
 from specedge.export.torch_decoder import NORM, TorchDecoder, plain_layers
-from specedge.export.torch_layer import BIAS, DOWN, SCALE, SHIFT, UP, TorchLayer
+from specedge.export.torch_layer import BIAS, DOWN, SCALE, SHIFT, UP, TorchLayer, fast_dtype
 from specedge.models import Dimensions, Family
 from specedge.quant.formats import Format
 from specedge.quant.layer import Layer
@@ -56,7 +56,6 @@ _LAST_RATE = 0.05
 _CHECKS = 6
 _SLOWER = 0.25
 _HELD_OUT = 10
-_BFLOAT16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 _BETAS = (0.9, 0.95)
 _LOGIT_ROWS = 256  # rows of logits at a time where nothing is differentiated
 
@@ -338,8 +337,9 @@ def _dtype(settings: Settings) -> Any:
     """bfloat16 where the processor multiplies it: a third of the time, and gradients as good."""
     import torch
 
-    fast = any(getattr(torch.cpu, name, bool)() for name in _BFLOAT16)
-    return torch.bfloat16 if (fast if settings.bfloat16 is None else settings.bfloat16) else torch.float32
+    if settings.bfloat16 is None:
+        return fast_dtype(torch.device("cpu"))
+    return torch.bfloat16 if settings.bfloat16 else torch.float32
 
 
 def _divergence(wanted: Tensor, given: Tensor) -> Tensor:

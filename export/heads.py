@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specedge.export.checkpoint import Checkpoint
+from specedge.export.decoder import save_graph
 from specedge.export.heads_file import Heads
 from specedge.export.linear import Linears
 from specedge.export.nodes import GraphBuilder
@@ -26,7 +27,6 @@ from specedge.quant.layer import Layer
 from specedge.quant.recipe import Recipe
 from specedge.runtime.bundle import HeadsSpec
 from specedge.runtime.contracts import GraphNames as Names
-from specedge.runtime.errors import StorageError
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["FILE", "write_heads"]
 
 FILE = "heads/medusa.onnx"
-_GUESSES = 10
 _PLACES, _IDS, _ONES = "places", "guessed", "ones"
 
 Matrix = NDArray[np.float32]
@@ -57,16 +56,13 @@ def write_heads(heads: Heads, checkpoint: Checkpoint, folder: Path, recipe: Reci
     with WeightFile(path.with_suffix(".onnx_data")) as weights:
         stored = _Stored.store(heads, checkpoint, weights, recipe)
         model = stored.graph(weights)
-    try:
-        path.write_bytes(model.SerializeToString())
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+    save_graph(model, path)
     config = heads.config
     return HeadsSpec(
         file=FILE,
         precision=recipe.form.name,
         heads=config.heads,
-        guesses=min(_GUESSES, config.guesses),
+        guesses=config.listed,
         vocabulary=config.guesses,
         hidden_size=config.hidden_size,
         weight_bytes=weights.size,
@@ -139,7 +135,7 @@ class _Stored:
         graph.op("Gather", graph.weight(_IDS), guesses, axis=0, name=Names.GUESSES)
         graph.cast(graph.op("Concat", *logits, axis=0), "float32", Names.HEAD_LOGITS)
         graph.op("Identity", graph.weight(_IDS), name=Names.GUESSED)
-        graph.output(Names.GUESSES, "int64", [config.heads, min(_GUESSES, config.guesses)])
+        graph.output(Names.GUESSES, "int64", [config.heads, config.listed])
         graph.output(Names.HEAD_LOGITS, "float32", [config.heads, config.guesses])
         graph.output(Names.GUESSED, "int64", [config.guesses])
         return graph.model("specedge_medusa")
@@ -197,7 +193,7 @@ class _Stored:
     def _best(self, graph: GraphBuilder, logits: str) -> str:
         """Places of the largest logits, [rows, guesses]."""
         places = f"{logits}.best"
-        count = graph.integers(min(_GUESSES, self.config.guesses))
+        count = graph.integers(self.config.listed)
         graph.ops("TopK", (logits, count), (f"{logits}.values", places), axis=-1)
         return places
 

@@ -24,7 +24,7 @@ from specedge.quant.layer import Layer, LowRank
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BIAS", "DOWN", "SCALE", "SHIFT", "UP", "TorchLayer", "round_activations", "rounding_of"]
+__all__ = ["BIAS", "DOWN", "SCALE", "SHIFT", "UP", "TorchLayer", "fast_dtype", "round_activations", "rounding_of"]
 
 Matrix = NDArray[np.float32]
 
@@ -33,6 +33,7 @@ SCALE, SHIFT, BIAS, DOWN, UP = "scale", "shift", "bias", "down", "up"
 
 _ROWS, _STATIC = -1, -2
 _TOP = 127
+_BFLOAT16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 _TINIEST = 1e-10  # a row of zeros is not divided by zero; as in the graphs
 
 
@@ -177,6 +178,16 @@ def rounding_of(form: Format | None, layer: Layer) -> int:
     if weight.grid.group:
         return weight.grid.group
     return _ROWS if layer.step is None else _STATIC
+
+
+def fast_dtype(device: Any) -> Any:
+    """What products are computed in: bfloat16 where the device can, else float32."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    able = any(getattr(torch.cpu, name, lambda: False)() for name in _BFLOAT16)
+    return torch.bfloat16 if able else torch.float32
 
 
 def round_activations(x: Tensor, rounding: int, step: float | None = None) -> Tensor:

@@ -27,6 +27,7 @@ __all__ = ["MOST_HEADS", "NORM_EPS", "HeadsConfig", "read_config", "tensor_shape
 
 NORM_EPS = 1e-6
 MOST_HEADS = 16
+_LISTED = 10
 _LM_HEADS = ("shared", "own", "lowrank")
 
 
@@ -86,6 +87,11 @@ class HeadsConfig:
     def guesses(self) -> int:
         """Among how many tokens a head guesses."""
         return self.vocabulary or self.vocab_size
+
+    @property
+    def listed(self) -> int:
+        """How many guesses of each head are given."""
+        return min(_LISTED, self.guesses)
 
     def to_json(self) -> str:
         """For the metadata of a file of heads."""

@@ -33,7 +33,7 @@ class Stats:
     """Statistics of one reply. Decoding excludes the first pass, which runs the prompt and gives the first token.
 
     Attributes:
-        method: "none", "draft:NAME" or "ngram".
+        method: "none", "draft:NAME", "medusa", "medusa:2x3", "medusa+ngram" or "ngram".
         lossless: Whether the output has the target's own law.
         prompt_tokens: Length of the prompt.
         cached_tokens: How many of them were in the cache already.

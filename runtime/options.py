@@ -22,8 +22,7 @@ class Options:
 
     Attributes:
         method: "none", "draft", "draft:NAME", "medusa", "medusa:2x3" (a dense tree), "medusa+ngram"
-            or "ngram"; None takes
-            the bundle's default.
+            or "ngram"; None takes the bundle's default.
         accept: "exact" (a seed gives the same text under every method) or "rejection"
             (the same law, more accepted tokens when sampling), both lossless; or "typical" (what the
             target finds likely enough stands, which changes the law when sampling).

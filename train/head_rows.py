@@ -16,10 +16,10 @@ from specedge.train.shards import Rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batch", "HeadRows", "frequent_tokens"]
+__all__ = ["HELD_OUT", "Batch", "HeadRows", "frequent_tokens", "held_out"]
 
 _SEGMENT = 32
-_HELD_OUT = 20
+HELD_OUT = 20
 
 
 def frequent_tokens(tokens: Sequence[Tensor], count: int, vocab_size: int) -> Tensor:
@@ -161,4 +161,4 @@ class HeadRows:
 
 def held_out(numbers: Tensor, prompts: int) -> Tensor:
     """Whether answers are held out: those to every twentieth prompt."""
-    return numbers % prompts % _HELD_OUT == 0
+    return numbers % prompts % HELD_OUT == 0

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as twice
 
 from specedge.export.checkpoint import ReplacedTensors
 from specedge.export.head_trees import calibration_of
-from specedge.export.heads_file import read_heads, write_heads_file
+from specedge.export.heads_file import read_heads
 from specedge.export.layers import layer_modules
 from specedge.export.torch_decoder import CausalAttention, TorchAttention, TorchDecoder, plain_layers
 from specedge.export.torch_layer import DOWN, UP, TorchLayer
@@ -32,11 +32,11 @@ from specedge.models import find_family
 from specedge.quant.formats import EMBEDDING, HEAD
 from specedge.quant.layer import Layer, LowRank, effective_weight
 from specedge.runtime.errors import NumericError, UsageError
-from specedge.train.head_rows import Batch, HeadRows, held_out
+from specedge.train.head_rows import HELD_OUT, Batch, HeadRows, held_out
 from specedge.train.hf_folder import write_model
 from specedge.train.medusa import HeadLoss, Report, ranks
 from specedge.train.options import Progress, TrainOptions
-from specedge.train.run import GUESSES, Prepared, make_accelerator, prepare
+from specedge.train.run import Prepared, make_accelerator, prepare, write_trained
 from specedge.train.shards import Rows
 from specedge.train.target import fast_dtype, load_target
 
@@ -123,19 +123,12 @@ def train_joint(
     divergence = _train(pair, losses, arranged, learnt, options, steps, accelerator, report)
     after = pair.perplexity(pair.new, tests)
     moved = [replace(text, rows=pair.rows(text)) for text in tests]
-    shares = ranks(heads, arranged.of(moved, held_out_only=True), accelerator)
+    shares = ranks(heads, arranged.of(moved), accelerator)
     if accelerator.is_main_process:
         with staged(folder) as staging:
             write_model(staging, ready.checkpoint, ReplacedTensors(ready.checkpoint.tensors, pair.merged()))
-        write_heads_file(
-            output,
-            ready.config,
-            {name: tensor.detach().float().cpu().numpy() for name, tensor in heads.named_tensors().items()},
-            guessed.numpy() if ready.config.vocabulary else None,
-            calibration_of(shares, min(GUESSES, ready.config.guesses), f"held-out answers, target {folder.name}"),
-            precision=options.precision,
-            notes={"target": f"folder:{folder.name}"},
-        )
+        calibration = calibration_of(shares, ready.config.listed, f"held-out answers, target {folder.name}")
+        write_trained(output, heads, guessed, calibration, options.precision, f"folder:{folder.name}")
     return Joint(before, after, divergence)
 
 
@@ -229,12 +222,12 @@ class _Arranged:
     guessed: Tensor
     device: Any
 
-    def of(self, texts: Sequence[_Text], *, held_out_only: bool = False) -> HeadRows:
-        """Rows of texts; `held_out_only`: all of them count as held out."""
+    def of(self, texts: Sequence[_Text]) -> HeadRows:
+        """Rows of texts, all of which count as held out."""
         parts = [text.rows for text in texts]
         inner = [part.inner for part in parts if part.inner is not None]
-        numbers = [part.numbers * 0 if held_out_only else part.numbers for part in parts]
-        numbers = [number + 20 * self.ready.asked.prompts * place for place, number in enumerate(numbers)]
+        apart = HELD_OUT * self.ready.asked.prompts  # a number for each text, of a prompt that is held out
+        numbers = [torch.full_like(part.numbers, apart * place) for place, part in enumerate(parts)]
         rows = Rows(
             torch.cat([part.tokens for part in parts]),
             torch.cat([part.hidden for part in parts]),
@@ -246,7 +239,7 @@ class _Arranged:
 
     def batch(self, text: _Text, hidden: Tensor, inner: Tensor | None) -> Batch:
         """One answer as a batch, through which gradients flow."""
-        plain = self.of([text], held_out_only=True)
+        plain = self.of([text])
         (batch,) = plain.held_out(segments=1 << 20)
         return replace(batch, hidden=hidden, inner=inner)
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadLoss", "Report", "ranks", "train_heads"]
 
-_GUESSES = 10
 _CLIP = 1.0
 _WARM_UP = 50
 _LAST_RATE = 0.02
@@ -191,7 +190,7 @@ def ranks(heads: MedusaHeads, rows: HeadRows, accelerator: Accelerator) -> NDArr
         [rows, heads]; 10 or more: not among the first ten. Rows behind which fewer tokens come than there are heads
         are left out.
     """
-    guesses = min(_GUESSES, heads.config.guesses)
+    guesses = heads.config.listed
     found = []
     with torch.inference_mode(), fast_products(accelerator.device):
         for batch in rows.held_out():

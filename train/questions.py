@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from specedge.export.checkpoint import Checkpoint
-from specedge.export.interop import generation_config, token_ids
 from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.text import Text
 from specedge.train.answering import Question
 
-__all__ = ["Asked", "in_groups", "of_prompts", "open_text", "read_questions"]
+__all__ = ["Asked", "in_groups", "of_prompts", "read_questions"]
 
 _MAX_LINE = 1 << 22
 _GROUP = 512
@@ -36,18 +34,6 @@ class Asked:
     questions: tuple[Question, ...]
     prompts: int
     left_out: int
-
-
-def open_text(checkpoint: Checkpoint, vocab_size: int) -> tuple[Text, frozenset[int]]:
-    """A checkpoint's tokenizer with its chat template, and the tokens that end an answer."""
-    ends = frozenset(
-        token for token in token_ids(generation_config(checkpoint).get("eos_token_id")) if 0 <= token < vocab_size
-    )
-    files = checkpoint.tokenizer
-    text = Text(
-        files.model, files.config, files.chat_template, vocab_size=vocab_size, eos=tuple(ends), where=checkpoint.name
-    )
-    return text, ends
 
 
 def read_questions(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specedge import __version__
+from specedge.export.calibration_texts import open_text
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.head_trees import calibration_of
 from specedge.export.heads_file import write_heads_file
@@ -26,7 +27,7 @@ from specedge.train.head_state import state_path
 from specedge.train.medusa import Report, ranks, train_heads
 from specedge.train.medusa_heads import MedusaHeads
 from specedge.train.options import Progress, TrainOptions
-from specedge.train.questions import Asked, of_prompts, open_text, read_questions
+from specedge.train.questions import Asked, of_prompts, read_questions
 from specedge.train.self_questions import self_questions
 from specedge.train.settings import Settings
 from specedge.train.shards import Rows, RowStore
@@ -35,11 +36,10 @@ from specedge.train.target import check_packages
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["GUESSES", "Prepared", "Trained", "make_accelerator", "prepare", "train_medusa"]
+__all__ = ["Prepared", "Trained", "make_accelerator", "prepare", "train_medusa", "write_trained"]
 
 _log = logging.getLogger("specedge.train")
 _QUESTION_ANSWER = 100  # tokens of an answer to a question of the target's own, about
-GUESSES = 10
 
 
 @dataclass(frozen=True)
@@ -128,20 +128,27 @@ def train_medusa(
     facts = {"config": ready.config.to_json(), "rows": len(rows)}
     loss = train_heads(heads, arranged, options.settings, accelerator, state=state, facts=facts, progress=report)
     text = f"answers of {ready.checkpoint.name} to prompts that were held out"
-    calibration = calibration_of(ranks(heads, arranged, accelerator), min(GUESSES, ready.config.guesses), text)
+    calibration = calibration_of(ranks(heads, arranged, accelerator), ready.config.listed, text)
     if accelerator.is_main_process:
-        write_heads_file(
-            output,
-            ready.config,
-            {name: tensor.detach().float().cpu().numpy() for name, tensor in heads.named_tensors().items()},
-            guessed.numpy() if ready.config.vocabulary else None,
-            calibration,
-            precision=options.precision,
-            notes={"target": ready.checkpoint.source, "specedge": __version__},
-        )
+        write_trained(output, heads, guessed, calibration, options.precision, ready.checkpoint.source)
         state.unlink(missing_ok=True)
     parameters = sum(parameter.numel() for parameter in heads.parameters())
     return Trained(loss, calibration, arranged.train_tokens, arranged.held_out_tokens, parameters)
+
+
+def write_trained(
+    path: Path, heads: MedusaHeads, guessed: torch.Tensor, calibration: HeadCalibration, precision: str, target: str
+) -> None:
+    """Writes heads as they stand, with what was measured of them and which target they are for."""
+    write_heads_file(
+        path,
+        heads.config,
+        {name: tensor.detach().float().cpu().numpy() for name, tensor in heads.named_tensors().items()},
+        guessed.numpy() if heads.config.vocabulary else None,
+        calibration,
+        precision=precision,
+        notes={"target": target, "specedge": __version__},
+    )
 
 
 def make_accelerator() -> Accelerator:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.torch_decoder import CausalAttention, TorchDecoder, plain_layers, rotate, torch_tables
-from specedge.export.torch_layer import TorchLayer
+from specedge.export.torch_layer import TorchLayer, fast_dtype
 from specedge.models import find_family, read_dimensions
 from specedge.runtime.errors import MissingExtraError
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BatchTarget", "TargetRows", "check_packages", "fast_dtype", "fast_products", "load_target"]
-
-_BFLOAT16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,6 @@ def check_packages() -> None:
     for name in ("torch", "accelerate", "safetensors"):
         if importlib.util.find_spec(name) is None:
             raise MissingExtraError(name, "train")
-
-
-def fast_dtype(device: Any) -> Any:
-    """What products are computed in: bfloat16 where the device can, else float32."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    able = any(getattr(torch.cpu, name, lambda: False)() for name in _BFLOAT16)
-    return torch.bfloat16 if able else torch.float32
 
 
 def fast_products(device: Any) -> Any:

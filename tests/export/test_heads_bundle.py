@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from specedge.export.heads_choice import find_heads, shipped_heads
-from specedge.export.heads_file import write_heads_file
+from specedge.export.heads_file import read_heads, write_heads_file
 from specedge.export.options import ExportOptions
 from specedge.export.pipeline import export
 from specedge.export.sources import resolve
 from specedge.runtime.bundle import MANIFEST, open_bundle
 from specedge.runtime.contracts import Draft
-from specedge.runtime.drafters.registry import METHODS
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import BundleError, CheckpointError, UsageError
 from specedge.runtime.options import Options
@@ -210,4 +209,8 @@ def test_shipped_heads_are_found_by_the_models_name(tiny_checkpoint):
     assert shipped_heads("builtin:no-such-model") is None
     assert shipped_heads("folder:smollm2-135m") is None
     assert find_heads(resolve(str(tiny_checkpoint)), None) is None
-    assert "medusa" in METHODS
+    found = shipped_heads("builtin:smollm2-135m")
+    assert found is not None
+    heads = read_heads(found, 49152)
+    assert heads.config.heads == 4
+    assert heads.calibration is not None and heads.calibration.expected(15) > 2
