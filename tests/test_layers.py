@@ -31,7 +31,7 @@ PROJECT = {
     "train": {
         "train", "models", "quant", "export",
         "runtime.errors", "runtime.contracts", "runtime.bundle",
-        "runtime.calibration", "runtime.files", "runtime.progress", "runtime.text",
+        "runtime.calibration", "runtime.files", "runtime.progress", "runtime.prompts", "runtime.text",
     },
     "runtime": {"runtime"},
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specedge.runtime.errors import PromptError, UsageError
+from specedge.runtime.prompts import json_lines
 from specedge.runtime.text import Text
 from specedge.train.answering import Question
 
@@ -66,7 +66,7 @@ def read_questions(
     pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     left_out = 0
     for path in paths:
-        for where, line in _lines(path):
+        for where, line in json_lines(path, f"write {_FORMS}", _MAX_LINE):
             prompt, answer = _tokens(line, where, text, tuple(sorted(ends))[:1])
             if prompt and len(prompt) + length <= capacity:
                 pairs.append((prompt, answer))
@@ -102,28 +102,6 @@ def in_groups(questions: Sequence[Question], seed: int) -> Iterator[Question]:
     for first in range(0, len(order), _GROUP):
         group = [questions[place] for place in order[first : first + _GROUP]]
         yield from sorted(group, key=lambda each: len(each.prompt))
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; give a file of JSON lines: {_FORMS}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not UTF-8 text; give a file of JSON lines: {_FORMS}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        if len(line) > _MAX_LINE:
-            raise UsageError(f"{where}: {len(line):,} characters, more than a line can have")
-        try:
-            raw = json.loads(line)
-        except (ValueError, RecursionError):
-            raise UsageError(f"{where}: not JSON; write {_FORMS}") from None
-        if not isinstance(raw, dict):
-            raise UsageError(f"{where}: not an object; write {_FORMS}")
-        yield where, raw
 
 
 def _tokens(
