@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from specedge.runtime.bench_report import OTHER_BUNDLE, PLAIN, summarise, table,
 from specedge.runtime.errors import UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.graph import Decoder
-from specedge.runtime.options import DEFAULT_DRAFT_LENGTH, Options
+from specedge.runtime.options import AUTO, DEFAULT_DRAFT_LENGTH, Options
 from specedge.runtime.overhead import loop_cost
 from specedge.runtime.pass_times import compare_passes
 from specedge.runtime.prompts import Prompt, read_prompts
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN", "Progress", "Prompt", "read_prompts", "run", "table", "write_result"]
 
 _WARM_UP_TOKENS = 8
+_AT_LENGTH = re.compile(r".+@[1-9][0-9]?")
 
 Progress = Callable[[int, int, str], None]
 """Told how many answers are done, of how many, and which contender answers next."""
@@ -72,12 +74,13 @@ def run(
     Args:
         bundle: The bundle's folder.
         prompts: Prompts, or a file of them (`read_prompts`), each asked as a chat of one user message.
-        methods: Names as `--method` takes them; None: all that the bundle holds. Plain
-            decoding, "none", always takes part.
+        methods: Names as `--method` takes them, "medusa@3" for drafts of at most 3; None: all that the bundle
+            holds. Plain decoding, "none", always takes part.
         baselines: Folders of other bundles of the same model, whose plain decoding takes part as "none@FOLDER".
         limit: Most prompts of each category that are taken from a file; None: all.
         max_tokens: Of a reply, at most. Prompts that leave no room for them are skipped and counted.
-        draft_length, draft_lengths: Most tokens drafted a round; and of single methods, as `methods` names them.
+        draft_length, draft_lengths: Most tokens drafted a round, where a method does not choose; and of single
+            methods, as `methods` names them.
         threads: Threads of the engines; None: their default.
         progress: Told of each answer.
 
@@ -127,7 +130,9 @@ def _contenders(
     names = dict.fromkeys((PLAIN, *(engine.methods if methods is None else methods)))
     contenders = []
     for name in names:
-        method, length = engine.resolve_method(name), draft_lengths.get(name, options.draft_length)
+        base, _, given = name.rpartition("@") if _AT_LENGTH.fullmatch(name) else (name, "", "")
+        method = engine.resolve_method(base)
+        length = int(given) if given else draft_lengths.get(name, None if method == AUTO else options.draft_length)
         contenders.append(_Contender(name, engine, replace(options, method=method, draft_length=length)))
     for folder, other in zip(baselines, others, strict=True):
         name = OTHER_BUNDLE + folder.resolve().name
@@ -175,7 +180,9 @@ def _measure(
 ) -> dict[str, list[Finish]]:
     """Every contender's answer to every prompt, in the order of the prompts."""
     for contender in contenders:
-        short = min(_WARM_UP_TOKENS + contender.options.draft_length, contender.options.max_tokens or _WARM_UP_TOKENS)
+        short = min(
+            _WARM_UP_TOKENS + (contender.options.draft_length or 0), contender.options.max_tokens or _WARM_UP_TOKENS
+        )
         replace(contender, options=replace(contender.options, max_tokens=short)).answer(asked[0])
     replies: dict[str, list[Finish]] = {contender.name: [] for contender in contenders}
     total = len(asked) * len(contenders)

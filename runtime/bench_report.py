@@ -35,6 +35,7 @@ def summarise(categories: Sequence[str], replies: Mapping[str, Sequence[Finish]]
     - `speedup`: plain decoding's ms per token / the method's on the same prompt; median over the prompts.
     - `draft_ms`, `verify_ms`, `host_ms`: time a round spends drafting, in the target's pass, and
       in everything else; each prompt's average over its rounds, then the median over the prompts.
+      `step_p99_ms`: the 99th percentile of the time between visible tokens, taken likewise.
       The share of host time is host_ms / (draft_ms + verify_ms + host_ms).
     - `equal`: whether all token ids equal plain decoding's on every prompt.
     - `lossless`: whether the method keeps the law of this bundle's target. Another bundle has a
@@ -81,6 +82,7 @@ def _numbers(answers: Sequence[Finish], plain: Sequence[Finish], *, lossless: bo
         "draft_ms": _percentile([one.draft_ms / one.passes for one in decoded], 50),
         "verify_ms": _percentile([one.verify_ms / one.passes for one in decoded], 50),
         "host_ms": _percentile([one.host_ms / one.passes for one in decoded], 50),
+        "step_p99_ms": _percentile([one.step_ms[2] for one in decoded if one.step_ms is not None], 50),
         "equal": all(answer.ids == other.ids for answer, other in zip(answers, plain, strict=True)),
         "lossless": lossless and all(one.lossless for one in stats),
     }

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 __all__ = [
     "EMPTY_DRAFT",
     "Context",
+    "Director",
     "Draft",
     "Drafter",
     "Floats",
@@ -83,11 +84,13 @@ class Draft:
         probs: [nodes, vocab], the law each node was sampled from, given its earlier
             siblings. A deterministic node in a mixed tree has a one-hot row. None
             means that all nodes are deterministic.
+        by: The method that proposed it; "": nobody said.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     probs: Law | None = None
+    by: str = ""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -273,6 +276,26 @@ class Verifier(Protocol):
             logits: [1 + nodes, vocab]; row 0 follows the newest committed token, row i + 1 node i.
             context: The state the draft was made in.
         """
+        ...
+
+
+class Director(Protocol):
+    """Says, round by round, who drafts and how much. It asks drafters; the loop asks it."""
+
+    def propose(self, context: Context, most: int) -> Draft:
+        """Proposes at most `most` nodes to follow `context.tokens`; never raises."""
+        ...
+
+    def observe(self, context: Context, verdict: Verdict) -> None:
+        """Told of each round's outcome; `context` already holds the committed tokens."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forgets whatever its drafters know of tokens from `length` on."""
+        ...
+
+    def record(self, outcome: Round) -> None:
+        """Told of each round once it is committed, with what it took."""
         ...
 
 

@@ -14,16 +14,18 @@ from typing import Any
 
 from specedge.runtime.bundle import Bundle, Manifest, open_bundle
 from specedge.runtime.chat import Chat
-from specedge.runtime.contracts import Drafter, SamplingDrafter, Target
-from specedge.runtime.drafters.guard import GuardedDrafter
-from specedge.runtime.drafters.registry import is_method, method_names, open_drafter
+from specedge.runtime.contracts import Target
+from specedge.runtime.drafters.registry import is_draft, is_method, method_names
+from specedge.runtime.drafting import Drafting
 from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.generation import Generation
 from specedge.runtime.opening import Opener
-from specedge.runtime.options import Options
+from specedge.runtime.options import AUTO, Options
+from specedge.runtime.providers import default_threads
 from specedge.runtime.session import Session
 from specedge.runtime.text import Text
+from specedge.runtime.tuning import Tuning, read_tuning
 
 __all__ = ["Chat", "Engine", "Generation"]
 
@@ -36,6 +38,7 @@ class Engine:
         threads: Threads to compute with; None takes all processors of the process.
         capacity: Rows of cache to allocate, at most what the bundle was exported for; None takes that.
         verify: Compare every file with its SHA-256 first.
+        tuned: Use what `specedge tune` measured of this bundle on this device, where it did.
 
     Raises:
         BundleError: The folder is no bundle, or damaged.
@@ -49,12 +52,14 @@ class Engine:
         threads: int | None = None,
         capacity: int | None = None,
         verify: bool = True,
+        tuned: bool = True,
     ) -> None:
         self._bundle: Bundle = open_bundle(bundle, verify=verify)
         self.text = Text.load(self._bundle)
         self._opener = Opener(self._bundle, threads=threads, capacity=capacity)
         self._session = Session(self._opener.target)
-        self._drafters: dict[str, Drafter] = {}
+        tuning = read_tuning(self._bundle, default_threads() if threads is None else threads) if tuned else None
+        self.drafting = Drafting(self._opener, self._session, tuning)
         self._running: Generation | None = None
         self._closed = False
 
@@ -78,13 +83,18 @@ class Engine:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods this bundle holds: "none", "draft:NAME" for each draft model, "medusa", "medusa+ngram", "ngram"."""
-        return method_names(self.manifest)
+        """Methods of this bundle: none, draft:NAME for each draft model, medusa, medusa+ngram, ngram, and auto."""
+        return (*method_names(self.manifest), AUTO)
 
     @property
     def default_method(self) -> str:
-        """The bundle's first draft model, else its heads with lookup, else lookup alone."""
-        return self._first_draft or ("medusa+ngram" if "medusa+ngram" in self.methods else "ngram")
+        """The one that chooses among all others, "auto"."""
+        return AUTO
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What was measured of this bundle on this device."""
+        return self.drafting.tuning
 
     def generate(self, prompt: str | Sequence[int], options: Options | None = None, **overrides: Any) -> Generation:
         """Starts a reply.
@@ -127,7 +137,7 @@ class Engine:
             chosen = replace(chosen, method=method, seed=seed)
             self._running = Generation(
                 self._session,
-                GuardedDrafter(self._drafter(chosen)),
+                self.drafting,
                 self.text,
                 ids,
                 chosen,
@@ -157,7 +167,7 @@ class Engine:
             return self.default_method
         if method == "draft" and self._first_draft:
             return self._first_draft
-        if not is_method(method, self.manifest):
+        if method != AUTO and not is_method(method, self.manifest):
             raise UsageError(f"method {method!r} is not in {self.folder}; choose one of {', '.join(self.methods)}")
         return method
 
@@ -174,10 +184,9 @@ class Engine:
                 return
             self._end_running()
             self._closed = True
-        for closable in (self._session.target, *self._drafters.values()):
-            if hasattr(closable, "close"):
-                closable.close()
-        self._drafters.clear()
+        self.drafting.close()
+        if hasattr(self._session.target, "close"):
+            self._session.target.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -192,11 +201,11 @@ class Engine:
 
         None where it has none, or has not been used yet.
         """
-        return self.target if method == "none" else getattr(self._drafters.get(method), "model", None)
+        return self.target if method == "none" else getattr(self.drafting.opened(method), "model", None)
 
     @property
     def _first_draft(self) -> str | None:
-        return next((method for method in self.methods if method.startswith("draft:")), None)
+        return next(filter(is_draft, self.methods), None)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         vocab = self.manifest.vocab_size
@@ -214,17 +223,6 @@ class Engine:
         if self._running is not None:
             self._running.close()
             self._running = None
-
-    def _drafter(self, options: Options) -> Drafter:
-        """Drafters stay open over replies; one that was not used lately catches up by itself."""
-        method = options.method or "none"
-        if method not in self._drafters:
-            self._drafters[method] = open_drafter(method, self._opener)
-            self._session.drafters.append(self._drafters[method])
-        drafter = self._drafters[method]
-        if isinstance(drafter, SamplingDrafter):
-            drafter.sample = options.accept == "rejection" and not options.greedy
-        return drafter
 
 
 def _with(options: Options, overrides: dict[str, Any]) -> Options:

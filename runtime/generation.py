@@ -9,8 +9,10 @@ from time import perf_counter
 from types import TracebackType
 
 from specedge.runtime.contracts import Round
-from specedge.runtime.drafters.guard import GuardedDrafter
-from specedge.runtime.events import Event, Finish, FinishReason, Origin, Token
+from specedge.runtime.deadline import TIMED_PIECE, Deadline
+from specedge.runtime.director import Director
+from specedge.runtime.drafting import Drafting
+from specedge.runtime.events import Event, Finish, FinishReason, Notice, Origin, Token
 from specedge.runtime.loop import generate
 from specedge.runtime.options import Options
 from specedge.runtime.sampler import NumpySampler
@@ -24,7 +26,7 @@ __all__ = ["Generation"]
 
 
 class Generation:
-    """A reply in the making. Iterate for its events: `Token`s, then one `Finish`.
+    """A reply in the making. Iterate for its events: `Token`s, a `Notice` here and there, then one `Finish`.
 
     With `continues` the reply's text goes on where the prompt's ends (a prompt without chat markup).
 
@@ -39,7 +41,7 @@ class Generation:
     def __init__(
         self,
         session: Session,
-        drafter: GuardedDrafter,
+        drafting: Drafting,
         text: Text,
         prompt: Sequence[int],
         options: Options,
@@ -52,7 +54,6 @@ class Generation:
         self.options = options
         self.finish: Finish | None = None
         self._session = session
-        self._drafter = drafter
         self._prompt = tuple(prompt)
         self._on_finish = on_finish
         self._started = started
@@ -60,14 +61,20 @@ class Generation:
         self._reply = Reply(text, options.stop, after=self._prompt if continues else ())
         room = session.target.capacity - len(prompt)
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
-        self._stop = StopRule(eos, limit, self._reply.push)
+        deadline = Deadline(started, options.deadline_ms, options.max_step_ms, drafting.costs)
+        self._stop = StopRule(eos, limit, self._reply.push, deadline.over)
         self._verifier = verifier_for(options)
         sampler = NumpySampler(options, len(prompt), options.seed or 0)
+        self._director: Director = drafting.director(options, len(prompt), deadline)
+        pieces = {} if options.deadline_ms is None else {"piece": TIMED_PIECE}
         self._loop = generate(
-            session.target, drafter, self._verifier, sampler, session.tokens, self._stop, options.draft_length
+            session.target, self._director, self._verifier, sampler, session.tokens, self._stop, **pieces
         )
         self._rounds: list[Round] = []
+        self._overtime = False
         self._queue: deque[Token] = deque()
+        self._notices: deque[Notice] = deque()
+        self._notes: list[str] = []
         self._seen: list[Token] = []
         self._ttft_ms = 0.0
 
@@ -87,6 +94,8 @@ class Generation:
             except BaseException:
                 self._end("cancelled")
                 raise
+        if self._notices:
+            return self._notices.popleft()
         if self._queue:
             self._seen.append(self._queue.popleft())
             return self._seen[-1]
@@ -108,16 +117,24 @@ class Generation:
 
     @property
     def _ended(self) -> bool:
-        return bool(self._rounds) and self._rounds[-1].finish is not None
+        return self._overtime or (bool(self._rounds) and self._rounds[-1].finish is not None)
 
     @property
     def _reason(self) -> FinishReason:
+        if self._overtime:
+            return "deadline"
         return "length" if self._rounds[-1].finish == "length" else "stop"
 
     def _advance(self) -> None:
-        """Runs one round and queues its tokens."""
-        outcome = next(self._loop)
+        """Runs one round and queues its tokens, and what happened to drafters meanwhile."""
+        outcome = next(self._loop, None)
+        if outcome is None:  # time was called
+            self._overtime = True
+            return
         self._rounds.append(outcome)
+        self._notes += self._director.notices
+        self._notices.extend(map(Notice, self._director.notices))
+        self._director.notices.clear()
         if outcome.prefill:
             self._ttft_ms = 1e3 * (perf_counter() - self._started)
         own: Origin = "correction" if outcome.corrected else "bonus"
@@ -134,7 +151,6 @@ class Generation:
             self._rounds[-1] = trim(self._rounds[-1], len(self._rounds[-1].tokens) - unseen)
             self._queue.clear()
         self._session.cut(len(self._prompt) + len(self._seen))
-        notes = [self._drafter.failure] if self._drafter.failure else []
         stats = total(
             self._rounds,
             method=self.options.method or "none",
@@ -142,7 +158,9 @@ class Generation:
             prompt_tokens=len(self._prompt),
             cached_tokens=self._cached,
             ttft_ms=self._ttft_ms,
-            notes=notes,
+            baseline_ms=self._director.baseline_ms,
+            forecast=self._director.forecast.speedup,
+            notes=self._notes,
         )
         text = "".join(token.text for token in self._seen)
         self.finish = Finish(reason, text, self._prompt, tuple(token.id for token in self._seen), stats)

@@ -6,10 +6,12 @@ from collections.abc import Generator
 from time import perf_counter
 from typing import Protocol
 
-from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Drafter, Round, Rows, Sampler, Target, Verifier
+from specedge.runtime.contracts import EMPTY_DRAFT, Context, Director, Draft, Round, Rows, Sampler, Target, Verifier
 from specedge.runtime.stats import trim
 
 __all__ = ["Stop", "generate"]
+
+_PIECE = 256
 
 
 class Stop(Protocol):
@@ -23,40 +25,54 @@ class Stop(Protocol):
         """How many of a round's tokens stay, and why the reply ends with them (None: it goes on)."""
         ...
 
+    def over(self) -> bool:
+        """Whether there is no time for another pass."""
+        ...
+
 
 def generate(
     target: Target,
-    drafter: Drafter,
+    director: Director,
     verifier: Verifier,
     sampler: Sampler,
     tokens: list[int],
     stop: Stop,
-    draft_length: int,
+    piece: int = _PIECE,
 ) -> Generator[Round, None, None]:
     """Extends `tokens` in place, a round at a time, with text that has the verifier's law.
 
     The cache holds every committed token but the newest, so a round always runs what the cache
-    lacks, then the draft. The prompt is no special case: it is what the first round's cache lacks.
+    lacks, then the draft. The prompt is no special case: it is what the first round's cache lacks. A
+    long one is run in pieces, so that time can be called between them.
 
     Args:
         target: The model; its cache holds a prefix of `tokens`.
-        drafter: Proposes; it too may know a prefix of `tokens`, or nothing.
+        director: Proposes; its drafters too may know a prefix of `tokens`, or nothing.
         verifier: Decides.
         sampler: Turns logits into laws and draws.
         tokens: All committed tokens, at least one.
         stop: Cuts each round's tokens before any bookkeeping.
-        draft_length: Most nodes drafted a round.
+        piece: Most tokens of a prompt in one pass.
 
     Yields:
-        Each round after it is committed: closing the generator leaves nothing half done.
+        Each round after it is committed: closing the generator leaves nothing half done. Where time is
+        called, there are no more; what was committed stays.
     """
     rows: Rows | None = None
     finish: str | None = None
+    began = perf_counter()
+    while len(tokens) - target.length > piece:
+        if stop.over():
+            return
+        target.forward(tokens[target.length : target.length + piece])
+    pieces_ms = 1e3 * (perf_counter() - began)
     while finish is None:
+        if stop.over():
+            return
         started = perf_counter()
         context = Context(tokens, rows, sampler)
-        budget = min(draft_length, stop.room() - 1, target.capacity - len(tokens))
-        draft = drafter.propose(context, budget) if rows is not None and budget > 0 else EMPTY_DRAFT
+        most = min(stop.room() - 1, target.capacity - len(tokens))
+        draft = director.propose(context, most) if rows is not None and most > 0 else EMPTY_DRAFT
         drafted = perf_counter()
         passed = target.forward(tokens[target.length :], draft)
         verified = perf_counter()
@@ -67,8 +83,8 @@ def generate(
         target.commit(verdict.path[: kept - 1])
         tokens.extend(proposed[:kept])
         first, rows = rows is None, _keep(passed, verdict.path[: kept - 1])
-        drafter.rewind(len(tokens) - 1)
-        drafter.observe(Context(tokens, rows, sampler), verdict)
+        director.rewind(len(tokens) - 1)
+        director.observe(Context(tokens, rows, sampler), verdict)
 
         outcome = Round(
             tokens=tuple(proposed),
@@ -77,12 +93,14 @@ def generate(
             evaluated=verdict.evaluated,
             corrected=_rejected(draft, verdict.path),
             draft_ms=1e3 * (drafted - started),
-            verify_ms=1e3 * (verified - drafted),
+            verify_ms=1e3 * (verified - drafted) + (pieces_ms if first else 0.0),
             host_ms=1e3 * (perf_counter() - verified),
             prefill=first,
             finish=finish,
         )
-        yield trim(outcome, kept)
+        outcome = trim(outcome, kept)
+        director.record(outcome)
+        yield outcome
 
 
 def _keep(rows: Rows, path: tuple[int, ...]) -> Rows:

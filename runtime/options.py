@@ -9,9 +9,13 @@ from numbers import Real
 
 from specedge.runtime.errors import UsageError
 
-__all__ = ["ACCEPT_MODES", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "Options"]
+__all__ = ["ACCEPT_MODES", "AUTO", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "POLICIES", "Options"]
 
 ACCEPT_MODES = ("exact", "rejection", "typical")
+POLICIES = ("fixed", "speed", "thresholds", "steps")
+AUTO = "auto"
+"""The method that chooses among all others, round by round."""
+
 DEFAULT_DRAFT_LENGTH = 4
 MAX_DRAFT_LENGTH = 63
 
@@ -21,12 +25,19 @@ class Options:
     """Options of one reply.
 
     Attributes:
-        method: "none", "draft", "draft:NAME", "medusa", "medusa:2x3" (a dense tree), "medusa+ngram"
+        method: "auto", "none", "draft", "draft:NAME", "medusa", "medusa:2x3" (a dense tree), "medusa+ngram"
             or "ngram"; None takes the bundle's default.
+        policy: How long drafts are: "fixed" (always `draft_length`), "speed" (what promises the most committed
+            tokens a millisecond, by what was measured so far; the only one for method auto), "thresholds" (5, 3
+            or 1 by recent acceptance, above .7, above .5, below), "steps" (2 more after a draft that stood
+            whole, else 1 less); None: speed for method auto, else fixed.
         accept: "exact" (a seed gives the same text under every method) or "rejection"
             (the same law, more accepted tokens when sampling), both lossless; or "typical" (what the
             target finds likely enough stands, which changes the law when sampling).
-        draft_length: Most tokens drafted a round, 1 to 63; nodes, where a tree is drafted.
+        draft_length: Most tokens drafted a round, 1 to 63; nodes, where a tree is drafted. None: 4 where it is
+            fixed, up to 16 else.
+        draft_temperature: Of sampled drafts under "rejection", whose output law it leaves alone; None: what a
+            tuning found best, else the reply's.
         max_tokens: Most tokens in the reply; None: until the context is full.
         temperature: 0 is greedy.
         top_k: Keep the k likeliest tokens; 0 keeps all.
@@ -40,11 +51,17 @@ class Options:
             min(epsilon, delta * exp(-entropy)).
         seed: Seed of the draws; None takes a fresh one.
         stop: Texts that end the reply; they are not part of it.
+        deadline_ms: Most milliseconds of the whole reply, prompt included; it then ends with what there is
+            (`finish_reason` "deadline"), late by one pass at most.
+        max_step_ms: Most milliseconds between visible tokens, as far as passes allow: drafts are cut to it.
+        measure_baseline: Decode plainly in one round of twelve, to measure what speculation brings.
     """
 
     method: str | None = None
     accept: str = "exact"
-    draft_length: int = DEFAULT_DRAFT_LENGTH
+    policy: str | None = None
+    draft_length: int | None = None
+    draft_temperature: float | None = None
     max_tokens: int | None = 512
     temperature: float = 0.0
     top_k: int = 0
@@ -58,12 +75,15 @@ class Options:
     typical_delta: float = 0.3
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    deadline_ms: float | None = None
+    max_step_ms: float | None = None
+    measure_baseline: bool = False
 
     def __post_init__(self) -> None:
         for name in ("draft_length", "max_tokens", "top_k", "no_repeat_ngram", "seed"):
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
         _choice("accept", self.accept, ACCEPT_MODES)
-        _range("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, hint="; to decode plainly use method none")
+        self._check_drafting()
         if self.max_tokens is not None:
             _range("max_tokens", self.max_tokens, 1, 1 << 31)
         _range("temperature", self.temperature, 0.0, 100.0)
@@ -81,6 +101,21 @@ class Options:
         texts = self.stop if isinstance(self.stop, (tuple, list)) else (None,)
         if not all(isinstance(text, str) and text for text in texts):
             raise UsageError(f"stop is {self.stop!r}: give a tuple of texts, none of them empty")
+
+    def _check_drafting(self) -> None:
+        if self.draft_length is not None:
+            _range("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, hint="; to decode plainly use method none")
+        if self.draft_temperature is not None:
+            _range("draft_temperature", self.draft_temperature, 0.0, 100.0, open_low=True)
+        if self.policy is not None:
+            _choice("policy", self.policy, POLICIES)
+        if self.method == AUTO and self.policy not in (None, "speed"):
+            raise UsageError(f"policy {self.policy!r} is for one method; method auto goes with policy speed")
+        for name in ("deadline_ms", "max_step_ms"):
+            if getattr(self, name) is not None:
+                _range(name, getattr(self, name), 0.0, 1e9, open_low=True)
+        if not isinstance(self.measure_baseline, bool):
+            raise UsageError(f"measure_baseline is {self.measure_baseline!r}: give True or False")
 
     @property
     def greedy(self) -> bool:

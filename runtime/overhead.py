@@ -8,9 +8,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from specedge.runtime.contracts import Context, Draft, Verdict
+from specedge.runtime.costs import Costs
+from specedge.runtime.director import Director
+from specedge.runtime.drafters.guard import GuardedDrafter
 from specedge.runtime.graph import Decoder
 from specedge.runtime.loop import generate
 from specedge.runtime.options import Options
+from specedge.runtime.policy import Fixed
 from specedge.runtime.sampler import NumpySampler
 from specedge.runtime.stopping import StopRule
 from specedge.runtime.verifiers import Greedy
@@ -71,7 +75,7 @@ def loop_cost(engine: Engine) -> dict[str, Any] | None:
         bare.append(1e3 * (perf_counter() - begun))
     answer = list(tokens)
     engine.reset()
-    wide = generate(target, _Echo(answer), Greedy(), _sampler(), answer[:PAST], _stop(_ROUNDS), WIDTH - 1)
+    wide = generate(target, _director(_Echo(answer), WIDTH - 1), Greedy(), _sampler(), answer[:PAST], _stop(_ROUNDS))
     hosts = [item.host_ms for item in wide if not item.prefill and len(item.draft.tokens) == WIDTH - 1]
     engine.reset()
     return {
@@ -84,12 +88,17 @@ def loop_cost(engine: Engine) -> dict[str, Any] | None:
 
 def _rounds(target: Decoder, tokens: list[int], drafter: _Echo, length: int, count: int) -> Any:
     """Times of a loop's rounds, as its caller sees them, milliseconds."""
-    running = generate(target, drafter, Greedy(), _sampler(), tokens, _stop(count), length)
+    running = generate(target, _director(drafter, length), Greedy(), _sampler(), tokens, _stop(count))
     while True:
         begun = perf_counter()
         if next(running, None) is None:
             return
         yield 1e3 * (perf_counter() - begun)
+
+
+def _director(drafter: _Echo, length: int) -> Director:
+    """One drafter at one length, as a reply with a fixed policy has it."""
+    return Director({drafter.name: GuardedDrafter(drafter)}, Fixed(drafter.name, length), Costs({1: 1.0}, {}))
 
 
 def _sampler() -> NumpySampler:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from specedge.runtime.options import ACCEPT_MODES, DEFAULT_DRAFT_LENGTH, Options
+from specedge.runtime.options import ACCEPT_MODES, POLICIES, Options
 
 __all__ = ["reply_options"]
 
@@ -21,8 +21,13 @@ def reply_options(command: _Command) -> _Command:
         [
             click.option(
                 "--method",
-                help="none, draft, draft:NAME, medusa, medusa:2x3 (a dense tree), medusa+ngram or ngram. "
-                "[default: the bundle's first draft, else medusa+ngram, else ngram]",
+                help="auto (chooses among the others, round by round), none, draft, draft:NAME, medusa, "
+                "medusa:2x3 (a dense tree), medusa+ngram or ngram.  [default: auto]",
+            ),
+            click.option(
+                "--policy",
+                type=click.Choice(POLICIES),
+                help="How long drafts are.  [default: speed with method auto, else fixed]",
             ),
             click.option(
                 "--accept",
@@ -34,7 +39,12 @@ def reply_options(command: _Command) -> _Command:
             ),
             click.option("--typical-epsilon", type=float, default=_DEFAULTS.typical_epsilon, show_default=True),
             click.option("--typical-delta", type=float, default=_DEFAULTS.typical_delta, show_default=True),
-            click.option("--draft-length", type=int, default=DEFAULT_DRAFT_LENGTH, show_default=True),
+            click.option("--draft-length", type=int, help="Most tokens a draft.  [default: 4 fixed, up to 16 else]"),
+            click.option(
+                "--draft-temperature",
+                type=float,
+                help="Of drafts under rejection.  [default: as tuned, or the reply's]",
+            ),
             click.option("--temperature", type=float, default=_DEFAULTS.temperature, help="0 is greedy.  [default: 0]"),
             click.option("--top-k", type=int, default=_DEFAULTS.top_k, help="0 keeps all.  [default: 0]"),
             click.option("--top-p", type=float, default=_DEFAULTS.top_p, show_default=True),
@@ -45,6 +55,9 @@ def reply_options(command: _Command) -> _Command:
             click.option("--no-repeat-ngram", type=int, default=_DEFAULTS.no_repeat_ngram, show_default=True),
             click.option("--seed", type=int, help="Same seed, same text.  [default: a fresh one]"),
             click.option("--max-tokens", type=int, default=_DEFAULTS.max_tokens, show_default=True),
+            click.option("--deadline-ms", type=float, help="The reply ends then, with what there is."),
+            click.option("--max-step-ms", type=float, help="Most time between tokens, as far as passes allow."),
+            click.option("--measure-baseline", is_flag=True, help="Decode plainly in one round of twelve, to compare."),
             click.option("--stop", multiple=True, help="Text that ends the reply; may be repeated."),
         ]
     ):

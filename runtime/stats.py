@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
+
+import numpy as np
 
 from specedge.runtime.contracts import Round
 from specedge.runtime.events import Stats
@@ -31,6 +35,8 @@ def total(
     prompt_tokens: int,
     cached_tokens: int,
     ttft_ms: float,
+    baseline_ms: Sequence[float] = (),
+    forecast: float | None = None,
     notes: Sequence[str] = (),
 ) -> Stats:
     """Statistics of a reply; the first round, which runs the prompt, is prefill, the others decoding."""
@@ -55,8 +61,32 @@ def total(
         verify_ms=verify_ms,
         host_ms=host_ms,
         peak_memory_bytes=peak_memory_bytes(),
+        corrected=sum(item.corrected for item in decoding),
+        bonus=sum(not item.corrected and len(item.tokens) > item.accepted for item in decoding),
+        depths=_depths(decoding),
+        rounds=dict(Counter(item.draft.by or "none" for item in decoding)),
+        step_ms=_percentiles([item.draft_ms + item.verify_ms + item.host_ms for item in decoding]),
+        baseline_ms=median(baseline_ms) if baseline_ms else None,
+        forecast=forecast,
         notes=tuple(notes),
     )
+
+
+def _depths(rounds: Sequence[Round]) -> tuple[tuple[int, int], ...]:
+    """For each depth: rounds that tested a node there, and rounds in which one stood."""
+    tested, stood = Counter[int](), Counter[int]()
+    for item in rounds:
+        reached = item.accepted + (item.evaluated > item.accepted)
+        tested.update(range(reached))
+        stood.update(range(item.accepted))
+    return tuple((tested[depth], stood[depth]) for depth in range(max(tested, default=-1) + 1))
+
+
+def _percentiles(times: Sequence[float]) -> tuple[float, float, float] | None:
+    if not times:
+        return None
+    middle, late, last = np.percentile(times, (50, 95, 99))
+    return float(middle), float(late), float(last)
 
 
 def peak_memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Where a reply ends: end-of-text tokens, stop texts, length, a full context. Cuts before bookkeeping."""
+"""Where a reply ends: end-of-text tokens, stop texts, length, a full context, no more time. Cuts before bookkeeping."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ class StopRule:
         limit: Most tokens the reply may have (max_tokens, or what the context still holds).
         push: Adds a token to the reply's text; returns the text that became visible and whether
             a stop text was completed by it.
+        over: Whether there is no time for another pass.
     """
 
-    def __init__(self, eos: Collection[int], limit: int, push: Callable[[int], tuple[str, bool]]) -> None:
+    def __init__(
+        self,
+        eos: Collection[int],
+        limit: int,
+        push: Callable[[int], tuple[str, bool]],
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._eos = frozenset(eos)
         self._left = limit
         self._push = push
+        self.over = over
         self.texts: list[str] = []
 
     def room(self) -> int:

@@ -14,7 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Floats, Law, Rows, Verdict
+from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Drafter, Floats, Law, Rows, Verdict
+from specedge.runtime.costs import Costs
+from specedge.runtime.director import Director
+from specedge.runtime.drafters.guard import GuardedDrafter
+from specedge.runtime.policy import Fixed
 
 __all__ = [
     "BrokenDrafter",
@@ -24,6 +28,7 @@ __all__ = [
     "LawOf",
     "LogitsOf",
     "ReplaySampler",
+    "directing",
     "fuzzy",
     "outcomes",
     "random_tree",
@@ -299,3 +304,9 @@ def outcomes(
         script = [*choices[:-1], choices[-1] + 1] if choices else None
     assert sum(law.values()) == 1
     return law
+
+
+def directing(drafter: Drafter, length: int) -> Director:
+    """A director of one drafter at one draft length, as a reply with a fixed policy has it."""
+    guard = drafter if isinstance(drafter, GuardedDrafter) else GuardedDrafter(drafter)
+    return Director({guard.name: guard}, Fixed(guard.name, length), Costs({1: 1.0}, {}))

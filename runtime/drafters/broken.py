@@ -19,6 +19,9 @@ class BrokenDrafter:
         self.name = name
         self._error = error
 
+    final = True
+    """Trying again would change nothing."""
+
     def propose(self, context: Context, budget: int) -> Draft:
         """See `contracts.Drafter`."""
         raise self._error

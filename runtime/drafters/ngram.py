@@ -18,6 +18,9 @@ class NgramDrafter:
     Args:
         max_ngram: Longest suffix looked up; it is tried first.
         min_ngram: Shortest suffix looked up.
+
+    Attributes:
+        matched: Length of the suffix that the last draft was found by; 0: there was none.
     """
 
     name = "ngram"
@@ -26,6 +29,7 @@ class NgramDrafter:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"n-grams of {min_ngram} to {max_ngram} tokens are no range")
         self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self.matched = 0
         self._tokens: list[int] = []
         self._followers: dict[tuple[int, ...], list[int]] = {}  # n-gram -> positions after it, ascending
 
@@ -39,7 +43,9 @@ class NgramDrafter:
             positions = self._followers[tuple(tokens[-size:])]
             start = positions[max(bisect_right(positions, length - budget) - 1, 0)]
             if start < length:  # the suffix itself is in the index too, with nothing after it
+                self.matched = size
                 return Draft.chain(tokens[start : start + budget])
+        self.matched = 0
         return EMPTY_DRAFT
 
     def observe(self, context: Context, verdict: Verdict) -> None:

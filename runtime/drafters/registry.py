@@ -22,9 +22,10 @@ from specedge.runtime.heads import HeadsGraph
 from specedge.runtime.opening import Opener
 from specedge.runtime.soundness import check_weights
 
-__all__ = ["METHODS", "Method", "is_method", "method_names", "open_drafter"]
+__all__ = ["LOOKUP", "MEDUSA", "MERGED", "METHODS", "Method", "is_draft", "is_method", "method_names", "open_drafter"]
 
-_MEDUSA, _MERGED = "medusa", "medusa+ngram"
+MEDUSA, MERGED, LOOKUP = "medusa", "medusa+ngram", "ngram"
+_DRAFT = "draft"
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ class Method:
 
 METHODS: Mapping[str, Method] = {
     "none": Method(lambda manifest: ("",), lambda part, opener: NoDrafter()),
-    "draft": Method(
+    _DRAFT: Method(
         lambda manifest: tuple(manifest.drafts),
-        lambda part, opener: _draft_model(f"draft:{part}", opener.draft(part)),
+        lambda part, opener: _draft_model(f"{_DRAFT}:{part}", opener.draft(part)),
     ),
-    _MEDUSA: Method(
-        lambda manifest: ("",) if _MEDUSA in manifest.heads else (), lambda part, opener: _heads(part, opener), is_shape
+    MEDUSA: Method(
+        lambda manifest: ("",) if MEDUSA in manifest.heads else (), lambda part, opener: _heads(part, opener), is_shape
     ),
-    _MERGED: Method(lambda manifest: ("",) if _MEDUSA in manifest.heads else (), lambda part, opener: _merged(opener)),
-    "ngram": Method(lambda manifest: ("",), lambda part, opener: NgramDrafter()),
+    MERGED: Method(lambda manifest: ("",) if MEDUSA in manifest.heads else (), lambda part, opener: _merged(opener)),
+    LOOKUP: Method(lambda manifest: ("",), lambda part, opener: NgramDrafter()),
 }
 
 
@@ -74,16 +75,16 @@ def _heads(part: str, opener: Opener) -> Drafter:
     Raises:
         UsageError: There a shape asks for a tree.
     """
-    name = f"{_MEDUSA}:{part}" if part else _MEDUSA
-    spec = opener.manifest.heads[_MEDUSA]
+    name = f"{MEDUSA}:{part}" if part else MEDUSA
+    spec = opener.manifest.heads[MEDUSA]
     if part and not opener.trees and set(part.split("x")) != {"1"}:
         raise UsageError(
             f"method {name!r}: a tree would not be exact on a target that rounds its activations "
             f"({opener.manifest.target.precision}); use medusa, which drafts a chain there"
         )
     shape = part or ("" if opener.trees else "x".join(["1"] * spec.heads))
-    tree = dense_tree(shape, spec.heads, spec.guesses) if shape else opener.calibration(_MEDUSA).tree
-    heads = opener.heads(_MEDUSA)
+    tree = dense_tree(shape, spec.heads, spec.guesses) if shape else opener.calibration(MEDUSA).tree
+    heads = opener.heads(MEDUSA)
     error = _unsound(heads)
     return MedusaDrafter(name, heads, tree) if error is None else BrokenDrafter(name, error)
 
@@ -93,7 +94,7 @@ def _merged(opener: Opener) -> Drafter:
     heads = _heads("", opener)
     if not isinstance(heads, MedusaDrafter):
         return heads
-    return MergedDrafter(_MERGED, heads, NgramDrafter(min_ngram=2), trees=opener.trees)
+    return MergedDrafter(MERGED, heads, NgramDrafter(min_ngram=2), trees=opener.trees)
 
 
 def _unsound(graph: Decoder | GrowingDecoder | HeadsGraph) -> NumericError | None:
@@ -111,6 +112,11 @@ def method_names(manifest: Manifest) -> tuple[str, ...]:
     return tuple(
         f"{kind}:{part}" if part else kind for kind, method in METHODS.items() for part in method.parts(manifest)
     )
+
+
+def is_draft(method: str) -> bool:
+    """Whether a method is a draft model's."""
+    return method.startswith(f"{_DRAFT}:")
 
 
 def is_method(method: str, manifest: Manifest) -> bool:

@@ -13,7 +13,7 @@ from specedge.runtime.errors import StorageError, UsageError
 from specedge.runtime.events import Finish, Stats, Token
 
 BLOCK = {
-    "tau", "alpha", "ms_per_token", "speedup", "draft_ms", "verify_ms", "host_ms", "equal", "lossless",
+    "tau", "alpha", "ms_per_token", "speedup", "draft_ms", "verify_ms", "host_ms", "step_p99_ms", "equal", "lossless",
 }  # fmt: skip
 
 

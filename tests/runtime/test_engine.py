@@ -13,7 +13,7 @@ import pytest
 from specedge.runtime.bundle import MANIFEST
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import BundleError, PromptError, UsageError
-from specedge.runtime.events import Finish, Token
+from specedge.runtime.events import Finish, Notice, Token
 from specedge.runtime.options import Options
 from specedge.runtime.overhead import loop_cost
 
@@ -38,7 +38,8 @@ def collect(generation):
     events = list(generation)
     assert isinstance(events[-1], Finish)
     assert generation.finish is events[-1]
-    assert all(isinstance(event, Token) for event in events[:-1])
+    tokens = [event for event in events[:-1] if not isinstance(event, Notice)]
+    assert all(isinstance(event, Token) for event in tokens)
     return events[:-1], events[-1]
 
 
@@ -49,8 +50,8 @@ def consistent(engine):
 
 
 def test_the_methods_of_a_bundle(engine):
-    assert engine.methods == ("none", "draft:self-int4", "draft:self-int8", "ngram")
-    assert engine.default_method == "draft:self-int4"
+    assert engine.methods == ("none", "draft:self-int4", "draft:self-int8", "ngram", "auto")
+    assert engine.default_method == "auto"
     assert engine.resolve_method("draft") == "draft:self-int4"
     with pytest.raises(UsageError, match=r"method 'medusa' is not in .*choose one of none, draft:self-int4"):
         engine.generate(PROMPT, method="medusa")
@@ -181,7 +182,7 @@ def test_a_draft_with_nan_weights_leaves_the_text_alone(engine, tiny_bundle, tmp
 def test_a_draft_of_the_target_works_in_its_cache(engine):
     """It runs no prompt: after a long one its first draft costs what any other does, and rows are the target's own."""
     first = collect(engine.generate(PROMPT, FREE, method="draft:self-int8"))[1]
-    drafter = engine._drafters["draft:self-int8"]
+    drafter = engine.drafting.opened("draft:self-int8")
     assert drafter.model.pool is engine.target.pool
     pool = engine.target.pool[:, :, :, : engine.target.length].copy()
     engine.reset()
@@ -204,7 +205,7 @@ def test_a_draft_with_a_cache_of_its_own_catches_up(engine, tiny_bundle, tmp_pat
                 assert finish.ids == expected.ids
                 assert finish.stats.notes == ()
                 assert finish.stats.accepted > 0
-        assert separate._drafters["draft:self-int8"].model.pool is not separate.target.pool
+        assert separate.drafting.opened("draft:self-int8").model.pool is not separate.target.pool
 
 
 def test_the_context_is_never_passed(tiny_bundle):

@@ -16,7 +16,7 @@ from specedge.runtime.options import Options
 from specedge.runtime.sampler import NumpySampler
 from specedge.runtime.stopping import StopRule
 from specedge.runtime.verifiers import verifier_for
-from specedge.tests.fakes import BrokenDrafter, FakeTarget, FunctionDrafter, fuzzy, random_tree
+from specedge.tests.fakes import BrokenDrafter, FakeTarget, FunctionDrafter, directing, fuzzy, random_tree
 
 VOCAB = 24
 PROMPT = [3, 1, 4, 1, 5]
@@ -36,7 +36,7 @@ def run(drafter, *, options=None, limit=60, eos=(), capacity=256, draft_length=4
     stop = StopRule(eos, min(limit, capacity - len(PROMPT)), push)
     sampler = NumpySampler(options, len(PROMPT), seed)
     finish = None
-    for item in generate(target, drafter, verifier_for(options), sampler, tokens, stop, draft_length):
+    for item in generate(target, directing(drafter, draft_length), verifier_for(options), sampler, tokens, stop):
         assert target.tokens == tokens[:-1], "the cache holds every committed token but the newest"
         finish = item.finish
         if rounds is not None:
@@ -218,7 +218,7 @@ def test_a_seed_gives_the_same_text_however_a_reply_is_cut_and_resumed():
         sampler = NumpySampler(options, len(PROMPT), 7)
         for piece in (1, 9, 20, 30):
             stop = StopRule((), piece, silent)
-            for _ in generate(target, drafter, verifier_for(options), sampler, tokens, stop, 4):
+            for _ in generate(target, directing(drafter, 4), verifier_for(options), sampler, tokens, stop):
                 pass
         assert tokens[len(PROMPT) :] == whole
 

@@ -1,0 +1,84 @@
+"""What method auto chooses among, and what is known of it beforehand: from a tuning, from a calibration, or a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from specedge.runtime.bundle import Manifest
+from specedge.runtime.costs import Costs, shape_of
+from specedge.runtime.drafters.registry import LOOKUP, MEDUSA, MERGED, is_draft
+from specedge.runtime.gains import ChainGain, Gain, TreeGain
+from specedge.runtime.opening import Opener
+from specedge.runtime.policy import Candidate
+from specedge.runtime.tuning import Tuning
+
+__all__ = ["auto_methods", "candidates", "make_costs"]
+
+_COPIED = {0: 0.2, 1: 0.2, 2: 0.45, 3: 0.6}
+"""Guess of how often a copied token is right, by how many tokens before it were found again."""
+
+_LONGER_MATCH = 0.75
+_SELF, _OTHER = 0.9, 0.6
+_HEADS_COST, _MERGED_COST = 0.06, 0.065
+_OVERHEAD = 1.4
+_LEAST_COST = 0.05
+
+
+def auto_methods(manifest: Manifest, methods: Sequence[str], tuning: Tuning | None) -> tuple[str, ...]:
+    """The methods of a bundle among which auto chooses.
+
+    Heads with lookup stand for heads alone. Of several draft models the one that a tuning found
+    fastest takes part, else the first: each has weights of its own to hold.
+    """
+    drafts = [method for method in methods if is_draft(method)]
+    if tuning is not None:
+        drafts.sort(key=lambda method: tuning.speed(method), reverse=True)
+    heads = [MERGED] if MERGED in methods else []
+    return (*drafts[:1], *heads, LOOKUP)
+
+
+def make_costs(manifest: Manifest, tuning: Tuning | None) -> Costs:
+    """What rounds take, as far as it is known before the first."""
+    if tuning is not None:
+        return Costs(tuning.passes, tuning.drafts, measured=True)
+    drafts = {MEDUSA: (_HEADS_COST, 0.0), MERGED: (_MERGED_COST, 0.0)}
+    for name, spec in manifest.drafts.items():
+        share = _OVERHEAD * spec.weight_bytes / max(manifest.target.weight_bytes, 1)
+        drafts[f"draft:{name}"] = (0.0, max(share, _LEAST_COST))
+    return Costs(shape_of(manifest.target.precision), drafts)
+
+
+def candidates(methods: Sequence[str], opener: Opener, tuning: Tuning | None) -> list[Candidate]:
+    """These methods as a policy takes them."""
+    return [Candidate(method, _gain_of(method, opener, tuning), method in (LOOKUP, MERGED)) for method in methods]
+
+
+def _gain_of(method: str, opener: Opener, tuning: Tuning | None) -> Callable[[int], Gain]:
+    known: Mapping[int, Sequence[float]] = {} if tuning is None else tuning.gains.get(method, {})
+
+    def gain(matched: int) -> Gain:
+        if method.startswith(MEDUSA) and opener.trees and method in (MEDUSA, MERGED):
+            return TreeGain(opener.calibration(MEDUSA).values)
+        if known.get(matched):
+            return ChainGain(known[matched], _most(method, opener, matched))
+        return ChainGain(_guess(method, opener, matched), _most(method, opener, matched))
+
+    return gain
+
+
+def _most(method: str, opener: Opener, matched: int) -> int:
+    """Longest draft: heads draft one token each, what is copied may be longer."""
+    if method in (MEDUSA, MERGED) and not matched:
+        return opener.manifest.heads[MEDUSA].heads
+    return 64
+
+
+def _guess(method: str, opener: Opener, matched: int) -> Sequence[float]:
+    """Shares of tokens that stand, by depth, as the first depths' conditional ones."""
+    if method == LOOKUP or (method == MERGED and matched):
+        return [_COPIED.get(matched, _LONGER_MATCH)]
+    if method in (MEDUSA, MERGED):
+        reached = [row[0] for row in opener.calibration(MEDUSA).top]
+        return [after / max(before, 1e-9) for before, after in zip([1.0, *reached], reached, strict=False)]
+    spec = opener.manifest.drafts.get(method.partition(":")[2])
+    return [_SELF if spec is not None and spec.shares_cache and not spec.cache_layers else _OTHER]

@@ -1,0 +1,136 @@
+"""What passes and drafts cost on this device, learnt while replies run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+
+from specedge.runtime.contracts import Round
+
+__all__ = ["GROWTH", "Costs", "shape_of"]
+
+GROWTH: Mapping[str, float] = {"fp32": 0.04, "fp16": 0.04, "int8": 0.06, "int8-static": 0.06}
+"""What one more row adds to a pass of one row, by precision, until something was measured (this project's CPU)."""
+
+_OTHER_GROWTH = 0.13
+_QUICK, _SLOW = 0.2, 0.1
+_CLIP = 1.6
+_SPREADS = 3.0
+_LEAST_SPREAD = 0.03
+
+
+def shape_of(precision: str) -> dict[int, float]:
+    """Relative times of passes by width, before anything was measured."""
+    growth = GROWTH.get(precision, _OTHER_GROWTH)
+    return {1: 1.0, 65: 1 + 64 * growth}
+
+
+class Costs:
+    """Milliseconds of a pass by its width, and of a draft by its length.
+
+    pass_ms(w) = pace * shape(w) * ratio(w). The shape was measured by a tuning, or is a guess; a
+    width's ratio says how far off it was, and changes slowly; the pace is the machine's and the
+    context's of the moment, and changes fast. Both are moving averages of what rounds took, in
+    logarithms, in which a single outlier counts for at most a factor of 1.6.
+
+    Args:
+        shape: Times of passes by width, at least of one width.
+        drafts: For each method what a draft takes, and what each of its tokens takes.
+        measured: Whether both are milliseconds of this device; else they are shares of a pass of one row.
+    """
+
+    def __init__(
+        self, shape: Mapping[int, float], drafts: Mapping[str, tuple[float, float]], *, measured: bool = False
+    ) -> None:
+        self._shape = sorted(shape.items())
+        self._drafts = dict(drafts)
+        self._measured = measured
+        self._log_pace = 0.0
+        self._log_ratio: dict[int, float] = {}
+        self._log_draft: dict[str, float] = dict.fromkeys(drafts, 0.0) if measured else {}
+        self._spread = _LEAST_SPREAD
+        self.host_ms = 0.15
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is known of this device in milliseconds."""
+        return self._measured
+
+    def seen(self, width: int) -> bool:
+        """Whether a pass of this width was timed."""
+        return width in self._log_ratio
+
+    def pass_ms(self, width: int) -> float:
+        """Predicted milliseconds of a pass."""
+        return self._base(width) * math.exp(self._log_pace + self._ratio(width))
+
+    def draft_ms(self, method: str, tokens: int) -> float:
+        """Predicted milliseconds of a draft of so many tokens."""
+        if tokens < 1:
+            return 0.0
+        whole, each = self._drafts.get(method, (0.0, 0.0))
+        ms = (whole + each * tokens) * math.exp(self._log_draft.get(method, 0.0))
+        return ms if method in self._log_draft else ms * self.pass_ms(1)
+
+    def round_ms(self, method: str, tokens: int) -> float:
+        """Predicted milliseconds of a whole round."""
+        return self.draft_ms(method, tokens) + self.pass_ms(1 + tokens) + self.host_ms
+
+    def high(self, ms: float) -> float:
+        """What a predicted time is rarely above."""
+        return ms * (1 + _SPREADS * self._spread)
+
+    def record(self, outcome: Round) -> None:
+        """Learns from a round; not from a reply's first, which runs the prompt."""
+        if outcome.prefill:
+            return
+        nodes = len(outcome.draft.tokens)
+        self._record_pass(1 + nodes, outcome.verify_ms)
+        self.host_ms += _SLOW * (min(outcome.host_ms, 4 * self.host_ms) - self.host_ms)
+        if nodes and outcome.draft.by in self._drafts:
+            self._record_draft(outcome.draft.by, nodes, outcome.draft_ms)
+
+    def _record_pass(self, width: int, ms: float) -> None:
+        if ms <= 0:
+            return
+        if not self._measured:  # the first of all passes sets the scale
+            self._log_pace, self._measured = math.log(ms / self._base(width)), True
+            self._log_ratio[width] = 0.0
+            return
+        off = math.log(ms / self.pass_ms(width))
+        if width in self._log_ratio:
+            self._spread += _SLOW * (max(abs(off), _LEAST_SPREAD) - self._spread)
+        off = _clipped(off)
+        self._log_ratio[width] = self._ratio(width) + _SLOW * off
+        self._log_pace += _QUICK * off
+
+    def _record_draft(self, method: str, tokens: int, ms: float) -> None:
+        if ms <= 0 or not any(self._drafts[method]):
+            return
+        if method not in self._log_draft:
+            whole, each = self._drafts[method]
+            self._log_draft[method] = math.log(ms / (whole + each * tokens))
+            return
+        self._log_draft[method] += _QUICK * _clipped(math.log(ms / self.draft_ms(method, tokens)))
+
+    def _ratio(self, width: int) -> float:
+        """A width's own, or that of the nearest width that was timed."""
+        if width in self._log_ratio or not self._log_ratio:
+            return self._log_ratio.get(width, 0.0)
+        return self._log_ratio[min(self._log_ratio, key=lambda seen: (abs(seen - width), seen))]
+
+    def _base(self, width: int) -> float:
+        """The shape at a width: between two known ones a straight line, beyond the last one its slope."""
+        points = self._shape
+        if width <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        for (low, below), (high, above) in pairwise(points):
+            if width <= high or high == points[-1][0]:
+                return below + (above - below) * (width - low) / (high - low)
+        return points[-1][1]
+
+
+def _clipped(off: float) -> float:
+    most = math.log(_CLIP)
+    return max(-most, min(most, off))

@@ -1,0 +1,52 @@
+"""How much time a reply has, and its next round."""
+
+from __future__ import annotations
+
+import math
+from time import perf_counter
+
+from specedge.runtime.costs import Costs
+
+__all__ = ["TIMED_PIECE", "Deadline"]
+
+TIMED_PIECE = 32
+"""Most tokens of a prompt in one pass of a reply that has a deadline: what it can be late by."""
+
+_UNKNOWN_MS = 0.0
+
+
+class Deadline:
+    """The end of a reply's time, and of its next step's.
+
+    Args:
+        started: When the reply was asked for, in `perf_counter` seconds.
+        whole_ms: Most milliseconds of the whole reply; None: no limit.
+        step_ms: Most milliseconds between visible tokens; None: no limit.
+        costs: What passes take.
+    """
+
+    def __init__(self, started: float, whole_ms: float | None, step_ms: float | None, costs: Costs) -> None:
+        self._end = math.inf if whole_ms is None else started + whole_ms / 1e3
+        self._step_ms = math.inf if step_ms is None else step_ms
+        self._costs = costs
+
+    def over(self) -> bool:
+        """Whether another pass, however short, would end too late by what passes took so far."""
+        if self._end == math.inf:
+            return False
+        needed = self._costs.pass_ms(1) if self._costs.known else _UNKNOWN_MS
+        return perf_counter() + needed / 1e3 > self._end
+
+    def affordable(self, method: str, nodes: int) -> int:
+        """How many of so many drafted nodes leave the round within both limits, with a margin.
+
+        Where not even a plain round fits, it is 0: a step cannot take less than a pass.
+        """
+        left = min(1e3 * (self._end - perf_counter()), self._step_ms)
+        if left == math.inf:
+            return nodes
+        if not self._costs.known:
+            return 0
+        while nodes and self._costs.high(self._costs.round_ms(method, nodes)) > left:
+            nodes -= 1
+        return nodes

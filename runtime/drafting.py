@@ -1,0 +1,122 @@
+"""An engine's drafters, and what was learnt of them: stays over replies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specedge.runtime.candidates import auto_methods, candidates, make_costs
+from specedge.runtime.contracts import Drafter, SamplingDrafter
+from specedge.runtime.deadline import Deadline
+from specedge.runtime.director import Director
+from specedge.runtime.drafters.guard import GuardedDrafter
+from specedge.runtime.drafters.registry import method_names, open_drafter
+from specedge.runtime.opening import Opener
+from specedge.runtime.options import AUTO, DEFAULT_DRAFT_LENGTH, Options
+from specedge.runtime.policy import LONGEST, PLAIN, Fixed, Policy, Speed, Steps, Thresholds
+from specedge.runtime.sampler import NumpySampler
+from specedge.runtime.session import Session
+from specedge.runtime.tuning import Tuning
+
+__all__ = ["Drafting"]
+
+
+class Drafting:
+    """Opens drafters when they are first needed, and makes a director for each reply.
+
+    Args:
+        opener: Opens what the bundle holds.
+        session: Is told of every drafter that is open.
+        tuning: What was measured on this device; None: nothing was.
+
+    Attributes:
+        costs: What rounds take.
+        tuning: As given.
+    """
+
+    def __init__(self, opener: Opener, session: Session, tuning: Tuning | None) -> None:
+        self._opener, self._session, self.tuning = opener, session, tuning
+        self.costs = make_costs(opener.manifest, tuning)
+        self._open: dict[str, Drafter] = {}
+        self._policies: dict[tuple[str, int], Speed] = {}
+
+    def methods(self, method: str) -> tuple[str, ...]:
+        """The methods whose drafters a reply by this one may ask."""
+        if method != AUTO:
+            return (method,)
+        return auto_methods(self._opener.manifest, method_names(self._opener.manifest), self.tuning)
+
+    def drafter(self, method: str) -> Drafter:
+        """An open drafter; one that was not used lately catches up by itself."""
+        if method not in self._open:
+            self._open[method] = open_drafter(method, self._opener)
+            self._session.drafters.append(self._open[method])
+        return self._open[method]
+
+    def opened(self, method: str) -> Drafter | None:
+        """A drafter, if it was opened."""
+        return self._open.get(method)
+
+    def director(self, options: Options, prompt_length: int, deadline: Deadline) -> Director:
+        """Directs a reply.
+
+        Args:
+            options: The reply's, with its method and seed.
+            prompt_length: Tokens of its prompt.
+            deadline: Its limits.
+
+        Raises:
+            UsageError: A method's drafter cannot be had in this bundle.
+        """
+        weighs = options.accept == "rejection" and not options.greedy
+        guards = {}
+        for method in self.methods(options.method or PLAIN):
+            drafter = self.drafter(method)
+            if isinstance(drafter, SamplingDrafter):
+                drafter.sample = weighs
+            guards[method] = GuardedDrafter(drafter)
+        temperature = self._draft_temperature(options) if weighs else None
+        sampler = None
+        if temperature is not None:
+            sampler = NumpySampler(replace(options, temperature=temperature), prompt_length, options.seed or 0)
+        return Director(
+            guards,
+            self._policy(options, tuple(guards)),
+            self.costs,
+            deadline=deadline,
+            sampler=sampler,
+            baseline=options.measure_baseline,
+            temperature=options.temperature,
+        )
+
+    def close(self) -> None:
+        """Frees the drafters."""
+        for drafter in self._open.values():
+            if hasattr(drafter, "close"):
+                drafter.close()
+        self._open.clear()
+
+    def _policy(self, options: Options, methods: tuple[str, ...]) -> Policy:
+        method = options.method or PLAIN
+        kind = options.policy or ("speed" if method == AUTO else "fixed")
+        most = options.draft_length or (DEFAULT_DRAFT_LENGTH if kind == "fixed" else LONGEST)
+        if kind == "fixed" or method == PLAIN:
+            return Fixed(method, most)
+        if kind == "thresholds":
+            return Thresholds(method, most)
+        if kind == "steps":
+            return Steps(method, self._cost_of_a_token(method), most)
+        key = (method, most)
+        if key not in self._policies:
+            self._policies[key] = Speed(candidates(methods, self._opener, self.tuning), self.costs, most)
+        return self._policies[key]
+
+    def _cost_of_a_token(self, method: str) -> float:
+        """c: what a drafted token takes over what a pass takes."""
+        return (self.costs.draft_ms(method, 2) - self.costs.draft_ms(method, 1)) / self.costs.pass_ms(1)
+
+    def _draft_temperature(self, options: Options) -> float | None:
+        """The draft's own temperature: as asked for, or as tuned for the nearest temperature of a reply."""
+        if options.draft_temperature is not None or self.tuning is None or not self.tuning.temperatures:
+            return options.draft_temperature
+        tuned = {float(key): value for key, value in self.tuning.temperatures.items()}
+        return tuned[min(tuned, key=lambda each: abs(each - options.temperature))]

@@ -1,0 +1,251 @@
+"""Who drafts the next round, and how much: policies by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specedge.runtime.contracts import Draft, Round
+from specedge.runtime.costs import Costs
+from specedge.runtime.gains import Gain
+
+__all__ = ["LONGEST", "PLAIN", "Candidate", "Fixed", "Plan", "Policy", "Speed", "Steps", "Thresholds", "View"]
+
+PLAIN = "none"
+LONGEST = 16
+"""Most nodes that a policy asks for."""
+_QUICK = 0.25
+_HYSTERESIS = 1.03
+_PROBE_EVERY = 24
+_PROBE_IDLE = 48
+_PROBE_WORTH = 0.85
+_PLAIN_IDLE = 96
+_FADE_IDLE = 0.01
+_FADE_REPLY = 0.5
+_LOOKUPS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a round shall do.
+
+    Attributes:
+        method: Whose draft; "none": nobody's.
+        budget: Most nodes.
+        tokens, ms: What the policy expects of the round: committed tokens, and milliseconds; 0: it does not say.
+    """
+
+    method: str
+    budget: int
+    tokens: float = 0.0
+    ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What a policy may look at.
+
+    Attributes:
+        most: Most nodes that there is room for.
+        ready: Methods whose drafters are well.
+        offers: Drafts that cost nothing, made already, by method.
+        matched: Tokens before the newest that prompt lookup found again; 0: none.
+    """
+
+    most: int
+    ready: Sequence[str]
+    offers: Mapping[str, Draft] = field(default_factory=dict)
+    matched: int = 0
+
+
+class Policy(Protocol):
+    """Plans rounds, and is told what became of them.
+
+    Attributes:
+        peeks: Methods that draft for nothing: asked before each plan, so that it can see their drafts.
+    """
+
+    peeks: Sequence[str]
+
+    def begin(self) -> None:
+        """A reply begins."""
+        ...
+
+    def plan(self, view: View) -> Plan:
+        """Plans the next round."""
+        ...
+
+    def record(self, plan: Plan, outcome: Round) -> None:
+        """Told of a round that it planned."""
+        ...
+
+
+class Fixed:
+    """One method, one draft length."""
+
+    peeks: Sequence[str] = ()
+
+    def __init__(self, method: str, length: int) -> None:
+        self.method, self.length = method, length
+
+    def begin(self) -> None:
+        """See `Policy`."""
+
+    def plan(self, view: View) -> Plan:
+        """See `Policy`."""
+        return Plan(self.method, self.length)
+
+    def record(self, plan: Plan, outcome: Round) -> None:
+        """See `Policy`."""
+
+
+class Thresholds(Fixed):
+    """5 tokens while more than .7 of the tested ones stand, 3 above .5, else 1."""
+
+    def __init__(self, method: str, most: int = LONGEST) -> None:
+        super().__init__(method, min(3, most))
+        self._most, self._alpha = most, 0.6
+
+    def record(self, plan: Plan, outcome: Round) -> None:
+        """See `Policy`."""
+        if outcome.evaluated:
+            self._alpha += _QUICK * (outcome.accepted / outcome.evaluated - self._alpha)
+        self.length = min(5 if self._alpha > 0.7 else 3 if self._alpha > 0.5 else 1, self._most)
+
+
+class Steps(Fixed):
+    """Two more after a draft that stood whole, one less after any other (transformers' heuristic).
+
+    The first length is log2(1 / c): what c, the time of a drafted token over that of a pass, allows
+    at an acceptance of about a half.
+    """
+
+    def __init__(self, method: str, cost: float, most: int = LONGEST) -> None:
+        first = round(math.log2(1 / cost)) if 0 < cost < 1 else 1
+        super().__init__(method, max(1, min(first, most)))
+        self._most = most
+
+    def record(self, plan: Plan, outcome: Round) -> None:
+        """See `Policy`."""
+        if outcome.draft.tokens:
+            change = 2 if outcome.accepted == len(outcome.draft.tokens) else -1
+            self.length = max(1, min(self.length + change, self._most))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method that `Speed` may choose.
+
+    Attributes:
+        method: Its name.
+        gain: Makes an estimate of how many of its tokens stand, given how many tokens lookup found again.
+        by_match: Whether that depends on what prompt lookup found: it copies.
+    """
+
+    method: str
+    gain: Callable[[int], Gain]
+    by_match: bool = False
+
+
+class Speed:
+    """The most committed tokens a millisecond, of all candidates and lengths, plain decoding among them.
+
+    It stays with the method it has unless another promises 3 % more, and now and then tries one that
+    it has not used for long, if that one is not far behind. What it learnt stays over replies, at half
+    the weight.
+
+    Args:
+        candidates: The methods; plain decoding needs no entry.
+        costs: What rounds take.
+        most: Longest draft.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], costs: Costs, most: int = LONGEST) -> None:
+        self._candidates, self._costs, self._most = list(candidates), costs, most
+        self._gains: dict[tuple[str, int], Gain] = {}
+        self._current = PLAIN
+        self._idle = dict.fromkeys((PLAIN, *(each.method for each in candidates)), 0)
+        self._rounds = self._matched = 0
+        self.peeks: Sequence[str] = [each.method for each in candidates if each.method == "ngram"]
+
+    def begin(self) -> None:
+        """See `Policy`."""
+        for gain in self._gains.values():
+            gain.fade(_FADE_REPLY)
+
+    def plan(self, view: View) -> Plan:
+        """See `Policy`."""
+        if not self._costs.seen(1) and not self._costs.known:
+            return Plan(PLAIN, 0)  # what plain decoding takes is what everything else is weighed against
+        self._matched = min(view.matched, _LOOKUPS)
+        plans = {PLAIN: Plan(PLAIN, 0, 1.0, self._costs.round_ms(PLAIN, 0))}
+        passes = [self._costs.pass_ms(1 + n) for n in range(1 + min(view.most, self._most))]
+        for candidate in self._candidates:
+            if candidate.method in view.ready and (best := self._best(candidate, view, passes)) is not None:
+                plans[candidate.method] = best
+        return self._choose(plans)
+
+    def record(self, plan: Plan, outcome: Round) -> None:
+        """See `Policy`."""
+        self._rounds += 1
+        for method in self._idle:
+            self._idle[method] = 0 if method == plan.method else self._idle[method] + 1
+        used = next((each for each in self._candidates if each.method == plan.method), None)
+        # What stood behind the end of a reply is not known, so its last round says nothing.
+        if used is not None and outcome.finish is None and outcome.draft.tokens:
+            self._gain(used).record(outcome)
+        for (method, _), gain in self._gains.items():
+            if method != plan.method:
+                gain.fade(_FADE_IDLE)
+
+    def _best(self, candidate: Candidate, view: View, passes: Sequence[float]) -> Plan | None:
+        """The length at which a method promises most; None where it would draft nothing."""
+        method, most = candidate.method, len(passes) - 1
+        if method in self.peeks:
+            most = min(most, len(view.offers[method].tokens) if method in view.offers else 0)
+        gains = self._gain(candidate).expected(most)
+        best: Plan | None = None
+        whole, one = self._costs.draft_ms(method, 1), self._costs.draft_ms(method, 2)
+        each = one - whole
+        for n in range(1, len(gains)):
+            tokens, ms = 1 + gains[n], whole + each * (n - 1) + passes[n] + self._costs.host_ms
+            if best is None or tokens * best.ms > best.tokens * ms:
+                best = Plan(method, n, tokens, ms)
+        return best
+
+    def _choose(self, plans: Mapping[str, Plan]) -> Plan:
+        best = max(plans.values(), key=_rate)
+        if (due := self._due(plans, best)) is not None:
+            return due
+        current = plans.get(self._current)
+        if current is not None and _rate(best) < _HYSTERESIS * _rate(current):
+            return current
+        self._current = best.method
+        return best
+
+    def _due(self, plans: Mapping[str, Plan], best: Plan) -> Plan | None:
+        """A plan that is tried to see how it fares: one that was not for long, and is not far behind."""
+        if self._rounds % _PROBE_EVERY != _PROBE_EVERY - 1:
+            return None
+        waiting = [
+            plan
+            for method, plan in plans.items()
+            if method != best.method
+            and self._idle[method] >= (_PLAIN_IDLE if method == PLAIN else _PROBE_IDLE)
+            and (_rate(plan) >= _PROBE_WORTH * _rate(best) or method == PLAIN)
+        ]
+        return max(waiting, key=lambda plan: self._idle[plan.method], default=None)
+
+    def _gain(self, candidate: Candidate) -> Gain:
+        matched = self._matched if candidate.by_match else 0
+        key = (candidate.method, matched)
+        if key not in self._gains:
+            self._gains[key] = candidate.gain(matched)
+        return self._gains[key]
+
+
+def _rate(plan: Plan) -> float:
+    """Expected tokens a millisecond."""
+    return plan.tokens / plan.ms if plan.ms else 0.0

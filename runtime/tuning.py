@@ -1,0 +1,193 @@
+"""`tuning/DEVICE.json`: what a tuning measured of a bundle on a device, and what it chose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specedge.runtime.bundle import Bundle, Manifest
+from specedge.runtime.errors import StorageError
+from specedge.runtime.files import write_text
+from specedge.runtime.schema import fields_of, mapping_of, one_line, parse_json
+
+__all__ = ["FOLDER", "Choice", "Tuning", "device_name", "read_tuning", "tuning_path", "write_tuning"]
+
+FOLDER = "tuning"
+_MOST_BYTES = 1 << 20
+_LOG = logging.getLogger("specedge.runtime")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a tuning expects of a method, and what it saw.
+
+    Attributes:
+        draft_length: At which the method is fastest.
+        predicted_ms, measured_ms: Milliseconds a committed token at that length.
+        tau: Tokens a pass that are expected.
+    """
+
+    draft_length: int
+    predicted_ms: float
+    measured_ms: float
+    tau: float
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured of a bundle on a device.
+
+    Attributes:
+        target: SHA-256 of the target's graph: of another one this says nothing.
+        threads: Threads it was measured with.
+        passes: Milliseconds of a pass of the target by its width.
+        drafts: For each method milliseconds of a draft, and of each of its tokens.
+        gains: For each method, by how many tokens lookup had found again (0: it does not matter, or none), the
+            share of tokens that stood at each depth where all before them did.
+        choices: What is best for each method.
+        method: The fastest of them.
+        temperatures: Best temperature of sampled drafts by the reply's, as text ("0.7").
+        prompts: How many prompts were answered.
+        note: What the numbers were measured with, for people.
+    """
+
+    target: str
+    threads: int
+    passes: Mapping[int, float]
+    drafts: Mapping[str, tuple[float, float]]
+    gains: Mapping[str, Mapping[int, tuple[float, ...]]]
+    choices: Mapping[str, Choice]
+    method: str
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    prompts: int = 0
+    note: str = ""
+
+    def speed(self, method: str) -> float:
+        """Tokens a millisecond that a method was measured at; 0: it was not."""
+        return 1 / self.choices[method].measured_ms if method in self.choices else 0.0
+
+
+def device_name(device: str, threads: int) -> str:
+    """What this device's tuning is called: the provider, the processor and the threads."""
+    return f"{device}-{re.sub(r'[^a-z0-9]+', '-', _processor().lower()).strip('-')[:48] or 'unknown'}-{threads}"
+
+
+def tuning_path(bundle: Bundle, threads: int) -> Path:
+    """Where this device's tuning of a bundle lies."""
+    return bundle.folder / FOLDER / f"{device_name(bundle.manifest.device, threads)}.json"
+
+
+def read_tuning(bundle: Bundle, threads: int) -> Tuning | None:
+    """This device's tuning of a bundle; None where there is none, or none that fits (which is logged).
+
+    It is no part of what the manifest lists, so nothing in it is believed that could do more than cost time.
+    """
+    path = tuning_path(bundle, threads)
+    if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
+        return None
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError("larger than a tuning can be")
+        tuning = _tuning(parse_json(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError, OverflowError, OSError) as error:
+        _LOG.warning("%s is left out: %s; write it again with: specedge tune %s", path, one_line(error), bundle.folder)
+        return None
+    if tuning.target != _target(bundle.manifest):
+        _LOG.warning("%s is of another export; write it again with: specedge tune %s", path, bundle.folder)
+        return None
+    return tuning
+
+
+def write_tuning(bundle: Bundle, tuning: Tuning) -> Path:
+    """Writes a tuning into its bundle, beside and renamed.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    path = tuning_path(bundle, tuning.threads)
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path.parent}: cannot be made ({error.strerror}); make the bundle writable") from None
+    write_text(path, json.dumps(dataclasses.asdict(tuning), indent=1) + "\n")
+    return path
+
+
+def new_tuning(bundle: Bundle, **measured: Any) -> Tuning:
+    """A tuning of this bundle."""
+    return Tuning(target=_target(bundle.manifest), **measured)
+
+
+def _target(manifest: Manifest) -> str:
+    return manifest.files[manifest.target.file].sha256
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        found = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", text, re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or os.uname().machine if hasattr(os, "uname") else "unknown"
+
+
+def _tuning(raw: Any) -> Tuning:
+    values = fields_of(Tuning, raw, "the tuning")
+    values["passes"] = {_whole(key): _ms(value) for key, value in mapping_of(values["passes"], "passes").items()}
+    if not values["passes"]:
+        raise ValueError("no passes")
+    values["drafts"] = {key: _pair(value) for key, value in mapping_of(values["drafts"], "drafts").items()}
+    values["gains"] = {
+        method: {_whole(key, 0): _shares(value) for key, value in mapping_of(gains, "gains").items()}
+        for method, gains in mapping_of(values["gains"], "gains").items()
+    }
+    values["choices"] = {
+        key: _choice(value, f"choice {one_line(key)}")
+        for key, value in mapping_of(values["choices"], "choices").items()
+    }
+    values["temperatures"] = {
+        key: _ms(value) for key, value in mapping_of(values.get("temperatures", {}), "temperatures").items()
+    }
+    return Tuning(**values)
+
+
+def _choice(raw: Any, where: str) -> Choice:
+    values = fields_of(Choice, raw, where)
+    times = {name: _ms(values[name]) for name in ("predicted_ms", "measured_ms", "tau")}
+    return Choice(_whole(values["draft_length"], 0), **times)
+
+
+def _whole(value: Any, least: int = 1) -> int:
+    number = int(value)
+    if not least <= number < 1 << 16:
+        raise ValueError(f"{one_line(value)} is no width")
+    return number
+
+
+def _ms(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{one_line(value)} is no time")
+    return float(value)
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    first, second = _shares(value, most=1e6)
+    return first, second
+
+
+def _shares(value: Any, most: float = 1.0) -> tuple[float, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > 64:
+        raise ValueError(f"{one_line(value)} is no list of numbers")
+    if any(isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 <= each <= most for each in value):
+        raise ValueError(f"{one_line(value)} holds something else than numbers from 0 to {most:g}")
+    return tuple(map(float, value))
