@@ -116,7 +116,7 @@ class _Stored:
         state = self._start(graph)
         place = self._place_of_token(graph) if config.chain else ""
         together = not config.chain and config.lm_head == "shared"
-        rows, logits, chosen = [], [], []
+        rows, logits, chosen, chances = [], [], [], []
         for head in range(config.heads):
             row = self._blocks(graph, head, state, place)
             if together:
@@ -124,17 +124,19 @@ class _Stored:
                 continue
             state = row if config.chain else state
             logits.append(self._logits(graph, head, row))
-            chosen.append(self._best(graph, logits[-1]))
+            self._add_best(graph, logits[-1], chosen, chances)
             if config.chain:
                 first = graph.op("Slice", chosen[-1], graph.integers(0), graph.integers(1), graph.integers(1))
                 place = graph.op("Reshape", first, graph.integers(-1))
         if together:
             logits = [self.vocabulary.logits(graph, graph.op("Concat", *rows, axis=0))]
-            chosen = [self._best(graph, logits[0])]
+            self._add_best(graph, logits[0], chosen, chances)
         guesses = graph.op("Concat", *chosen, axis=0)
         graph.op("Gather", graph.weight(_IDS), guesses, axis=0, name=Names.GUESSES)
         graph.cast(graph.op("Concat", *logits, axis=0), "float32", Names.HEAD_LOGITS)
         graph.op("Identity", graph.weight(_IDS), name=Names.GUESSED)
+        graph.cast(graph.op("Concat", *chances, axis=0), "float32", Names.CHANCES)
+        graph.output(Names.CHANCES, "float32", [config.heads, config.listed])
         graph.output(Names.GUESSES, "int64", [config.heads, config.listed])
         graph.output(Names.HEAD_LOGITS, "float32", [config.heads, config.guesses])
         graph.output(Names.GUESSED, "int64", [config.guesses])
@@ -190,12 +192,13 @@ class _Stored:
             logits = graph.op("Add", logits, self.linears.apply(graph, low, f"{name}.up"))
         return logits
 
-    def _best(self, graph: GraphBuilder, logits: str) -> str:
-        """Places of the largest logits, [rows, guesses]."""
-        places = f"{logits}.best"
-        count = graph.integers(self.config.listed)
-        graph.ops("TopK", (logits, count), (f"{logits}.values", places), axis=-1)
-        return places
+    def _add_best(self, graph: GraphBuilder, logits: str, chosen: list[str], chances: list[str]) -> None:
+        """Adds the places of the largest logits, [rows, guesses], and their probabilities."""
+        places, values = f"{logits}.best", f"{logits}.values"
+        graph.ops("TopK", (logits, graph.integers(self.config.listed)), (values, places), axis=-1)
+        whole = graph.op("ReduceLogSumExp", logits, graph.integers(-1), keepdims=1)
+        chosen.append(places)
+        chances.append(graph.op("Exp", graph.op("Sub", values, whole)))
 
 
 def _silu(graph: GraphBuilder, x: str) -> str:

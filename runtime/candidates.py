@@ -50,7 +50,15 @@ def make_costs(manifest: Manifest, tuning: Tuning | None) -> Costs:
 
 def candidates(methods: Sequence[str], opener: Opener, tuning: Tuning | None) -> list[Candidate]:
     """These methods as a policy takes them."""
-    return [Candidate(method, _gain_of(method, opener, tuning), method in (LOOKUP, MERGED)) for method in methods]
+    return [
+        Candidate(
+            method,
+            _gain_of(method, opener, tuning),
+            by_match=method in (LOOKUP, MERGED),
+            tells=method in (MEDUSA, MERGED),
+        )
+        for method in methods
+    ]
 
 
 def _gain_of(method: str, opener: Opener, tuning: Tuning | None) -> Callable[[int], Gain]:

@@ -58,6 +58,7 @@ class GraphNames:
     # Heads: K of them, M guesses each.
     TOKEN = "token"  # int64 [1], the newest committed token
     GUESSES = "guesses"  # int64 [K, M], token ids, the likeliest first
+    CHANCES = "chances"  # float32 [K, M], their probabilities by the heads' own laws
     HEAD_LOGITS = "head_logits"  # float32 [K, N], of the N tokens that are ever guessed
     GUESSED = "guessed_tokens"  # int64 [N], their ids
 
@@ -186,11 +187,13 @@ class Context:
         tokens: All committed tokens, prompt first.
         rows: Rows of the last pass, kept rows first; None before the first.
         sampler: The reply's sampler; a sampled draft uses its stream 1.
+        least: A node less likely to stand than this is not worth drafting; drafters that cannot tell ignore it.
     """
 
     tokens: Sequence[int]
     rows: Rows | None
     sampler: Sampler
+    least: float = 0.0
 
 
 class Target(Protocol):

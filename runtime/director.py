@@ -100,7 +100,7 @@ class Director:
         if plan.method in offers:
             draft = Draft.chain(offers[plan.method].tokens[:budget])
         else:
-            draft = self._drafters[plan.method].propose(context, budget)
+            draft = self._drafters[plan.method].propose(replace(context, least=plan.least), budget)
         return replace(draft, by=plan.method) if draft.tokens else draft
 
     def observe(self, context: Context, verdict: Verdict) -> None:

@@ -28,6 +28,7 @@ class HeadsGraph:
 
     Attributes:
         guesses: int64 [heads, guesses], of the last run.
+        chances: float32 [heads, guesses], how likely each is by its head's own law, where the ones before it stand.
 
     Raises:
         BundleError: The graph does not have the inputs and outputs of its entry.
@@ -46,8 +47,10 @@ class HeadsGraph:
         if spec.chain:
             self._inputs[GraphNames.TOKEN] = np.zeros(1, np.int64)
         self.guesses = np.zeros((spec.heads, spec.guesses), np.int64)
+        self.chances = np.zeros((spec.heads, spec.guesses), np.float32)
         outputs: dict[str, tuple[int, ...]] = {
             GraphNames.GUESSES: self.guesses.shape,
+            GraphNames.CHANCES: self.chances.shape,
             GraphNames.HEAD_LOGITS: (spec.heads, spec.vocabulary),
             GraphNames.GUESSED: (spec.vocabulary,),
         }
@@ -55,8 +58,8 @@ class HeadsGraph:
         self._binding = self._session.io_binding()
         for name, array in self._inputs.items():
             self._binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        guesses = self.guesses
-        self._binding.bind_output(GraphNames.GUESSES, "cpu", 0, guesses.dtype, guesses.shape, guesses.ctypes.data)
+        for name, given in ((GraphNames.GUESSES, self.guesses), (GraphNames.CHANCES, self.chances)):
+            self._binding.bind_output(name, "cpu", 0, given.dtype, given.shape, given.ctypes.data)
 
     def run(self, rows: Rows, token: int) -> NDArray[np.int64]:
         """The likeliest tokens of each head, [heads, guesses], in a buffer that the next run overwrites.

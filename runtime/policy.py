@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from specedge.runtime.contracts import Draft, Round
@@ -25,6 +25,7 @@ _PLAIN_IDLE = 96
 _FADE_IDLE = 0.01
 _FADE_REPLY = 0.5
 _LOOKUPS = 4
+_MORE = 4
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Plan:
         method: Whose draft; "none": nobody's.
         budget: Most nodes.
         tokens, ms: What the policy expects of the round: committed tokens, and milliseconds; 0: it does not say.
+        least: A node less likely to stand is not worth its time.
     """
 
     method: str
     budget: int
     tokens: float = 0.0
     ms: float = 0.0
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,11 +145,14 @@ class Candidate:
         method: Its name.
         gain: Makes an estimate of how many of its tokens stand, given how many tokens lookup found again.
         by_match: Whether that depends on what prompt lookup found: it copies.
+        tells: Whether its drafter tells how likely each node is, and leaves out those that are not worth it: it
+            may then draft more than is best on average.
     """
 
     method: str
     gain: Callable[[int], Gain]
     by_match: bool = False
+    tells: bool = False
 
 
 class Speed:
@@ -213,7 +219,11 @@ class Speed:
             tokens, ms = 1 + gains[n], whole + each * (n - 1) + passes[n] + self._costs.host_ms
             if best is None or tokens * best.ms > best.tokens * ms:
                 best = Plan(method, n, tokens, ms)
-        return best
+        if best is None or not candidate.tells:
+            return best
+        n = min(best.budget, len(passes) - 2)
+        least = _rate(best) * max(passes[n + 1] - passes[n], 0.0)
+        return replace(best, budget=min(best.budget + _MORE, most), least=least)
 
     def _choose(self, plans: Mapping[str, Plan]) -> Plan:
         best = max(plans.values(), key=_rate)

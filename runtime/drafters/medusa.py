@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Law, Verdict
-from specedge.runtime.drafters.tree import Tree
+from specedge.runtime.drafters.tree import Tree, grow
 from specedge.runtime.heads import HeadsGraph
 
 __all__ = ["MedusaDrafter"]
@@ -17,15 +17,18 @@ class MedusaDrafter:
     Args:
         name: "medusa", or "medusa:2x3".
         heads: Their graph.
-        tree: Which of their guesses are drafted.
+        tree: Which of their guesses are drafted; None: those that are likeliest to stand, row by row.
+        chain: In that case, only the likeliest guess of each head.
         sample: Draw a chain from the heads' own laws and say so, for a verifier that weighs them;
             may be set between replies.
     """
 
-    def __init__(self, name: str, heads: HeadsGraph, tree: Tree, sample: bool = False) -> None:
+    def __init__(
+        self, name: str, heads: HeadsGraph, tree: Tree | None = None, sample: bool = False, *, chain: bool = False
+    ) -> None:
         self.name, self.sample = name, sample
         self.model = heads
-        self._tree = tree
+        self._tree, self._chain = tree, chain
 
     def propose(self, context: Context, budget: int) -> Draft:
         """See `contracts.Drafter`. Without the target's rows (a reply's first round) there is no draft."""
@@ -33,7 +36,10 @@ class MedusaDrafter:
             return EMPTY_DRAFT
         if self.sample:
             return self._sampled(context, budget)
-        return self._tree.draft(self.model.run(context.rows, context.tokens[-1]).tolist(), budget)
+        guesses = self.model.run(context.rows, context.tokens[-1]).tolist()
+        if self._tree is not None:
+            return self._tree.draft(guesses, budget)
+        return grow(guesses, self.model.chances.tolist(), budget, context.least, chain=self._chain)
 
     def observe(self, context: Context, verdict: Verdict) -> None:
         """See `contracts.Drafter`; there is nothing to keep."""

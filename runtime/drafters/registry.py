@@ -68,7 +68,7 @@ def _draft_model(name: str, model: Target) -> Drafter:
 
 
 def _heads(part: str, opener: Opener) -> Drafter:
-    """A drafter over heads: their calibrated tree, or a dense one of the shape that `part` gives.
+    """A drafter over heads: a tree of the likeliest nodes of each row, or a dense one of the shape that `part` gives.
 
     Where a tree would not give plain decoding's tokens it is a chain.
 
@@ -82,11 +82,10 @@ def _heads(part: str, opener: Opener) -> Drafter:
             f"method {name!r}: a tree would not be exact on a target that rounds its activations "
             f"({opener.manifest.target.precision}); use medusa, which drafts a chain there"
         )
-    shape = part or ("" if opener.trees else "x".join(["1"] * spec.heads))
-    tree = dense_tree(shape, spec.heads, spec.guesses) if shape else opener.calibration(MEDUSA).tree
+    tree = dense_tree(part, spec.heads, spec.guesses) if part else None
     heads = opener.heads(MEDUSA)
     error = _unsound(heads)
-    return MedusaDrafter(name, heads, tree) if error is None else BrokenDrafter(name, error)
+    return MedusaDrafter(name, heads, tree, chain=not opener.trees) if error is None else BrokenDrafter(name, error)
 
 
 def _merged(opener: Opener) -> Drafter:

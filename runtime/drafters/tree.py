@@ -7,6 +7,7 @@ first of them.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import operator
 import re
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from specedge.runtime.contracts import Draft
 from specedge.runtime.errors import UsageError
 
-__all__ = ["Tree", "dense_tree", "is_shape"]
+__all__ = ["Tree", "dense_tree", "grow", "is_shape"]
 
 _SHAPE = re.compile(r"[1-9][0-9]?(x[1-9][0-9]?)*")
 _MOST_NODES = 256
@@ -60,6 +61,39 @@ class Tree:
         """
         tokens = tuple(int(guesses[len(path) - 1][path[-1]]) for path in self.paths[:budget])
         return Draft(tokens, self.parents[:budget])
+
+
+def grow(
+    guesses: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], budget: int, least: float, *, chain: bool
+) -> Draft:
+    """The tree of the nodes that are likeliest to stand, for this very row (EAGLE-2, arXiv 2406.16858).
+
+    A node stands with the product of the chances along its path, so a parent is never less likely
+    than its child, and taking the likeliest node that is left, again and again, gives the best tree.
+
+    Args:
+        guesses: Tokens of each head, the likeliest first.
+        chances: How likely each is where the ones before it stand.
+        budget: Most nodes.
+        least: No node less likely than this.
+        chain: Only the likeliest guess of each head.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    ranks = 1 if chain else len(guesses[0])
+    # (less the node's likelihood, depth, rank, parent, the parent's likelihood)
+    waiting = [(-chances[0][0], 0, 0, -1, 1.0)]
+    while waiting and len(tokens) < budget:
+        less, depth, rank, parent, before = heapq.heappop(waiting)
+        if -less < least:
+            break
+        tokens.append(int(guesses[depth][rank]))
+        parents.append(parent)
+        if rank + 1 < ranks:
+            heapq.heappush(waiting, (-before * chances[depth][rank + 1], depth, rank + 1, parent, before))
+        if depth + 1 < len(guesses):
+            heapq.heappush(waiting, (less * chances[depth + 1][0], depth + 1, 0, len(tokens) - 1, -less))
+    return Draft(tuple(tokens), tuple(parents))
 
 
 def dense_tree(shape: str, heads: int, guesses: int) -> Tree:
