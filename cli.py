@@ -19,6 +19,7 @@ from specedge import __version__
 from specedge.runtime.errors import MissingExtraError, PromptError, SpecEdgeError, UsageError
 from specedge.runtime.options import DEFAULT_DRAFT_LENGTH, Options
 from specedge.runtime.reply_options import reply_options
+from specedge.runtime.tune_command import tune
 from specedge.train.command import train
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def main() -> None:
 
 
 main.add_command(train)
+main.add_command(tune)
 
 
 @main.command()
@@ -188,6 +190,8 @@ def _converse(
         click.echo("--show-drafts: standard output is no terminal, so there are no colours", err=True)
     for note in engine.text.notes:
         click.echo(f"Note: {note}", err=True)
+    if engine.tuning is not None and not as_json:
+        click.echo(f"Tuned for this device: {engine.tuning.note}", err=True)
     if prompt is None:
         _talk(engine, conversation, stats=stats, paint=paint)
         return
@@ -272,6 +276,7 @@ def compare_compensation(model: str, prompts: Path, out: Path | None, picture: P
     """Compare drafts of MODEL: every number format with every compensation."""
     from specedge.runtime.bench import run, write_result
     from specedge.runtime.files import check_writable, write_bytes
+    from specedge.runtime.plotting import check_plotting
     from specedge.runtime.progress import Phases
     from specedge.runtime.prompts import read_prompts
     from specedge.runtime.providers import share_threads
@@ -293,7 +298,7 @@ def compare_compensation(model: str, prompts: Path, out: Path | None, picture: P
         from specedge.export import compare, compare_report
 
         if picture is not None:
-            compare_report.check_plotting()
+            check_plotting()
         options = compare.CompareOptions(**{name: value for name, value in chosen.items() if value is not None})
         with Phases() as phases:
             save = partial(write_result, path=out) if out is not None else lambda result: None

@@ -17,17 +17,15 @@ A result is what `compare` returns and `specedge compare-compensation --out` wri
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specedge.runtime.errors import MissingExtraError
+from specedge.runtime.plotting import check_plotting, png
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["check_plotting", "gap_closed", "plot", "table"]
+__all__ = ["gap_closed", "plot", "table"]
 
 _LENGTHS = ("2", "4", "8")
 _WIDTH, _HEIGHT, _DPI = 14.0, 4.2, 120
@@ -120,18 +118,6 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def check_plotting() -> Any:
-    """The package that draws, looked for before any work is done: the module matplotlib.figure.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
-    try:
-        return import_module("matplotlib.figure")  # not by name: types of an optional package are not always there
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plot") from None
-
-
 def plot(result: Mapping[str, Any]) -> bytes:
     """The picture, as PNG: acceptance, KL and speed by format, a colour a compensation.
 
@@ -152,9 +138,7 @@ def plot(result: Mapping[str, Any]) -> bytes:
     handles, labels = speed.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small")
     figure.suptitle(f"{result['model']} {result['precision']}: {result['prompts']} prompts, {result['tokens']} tokens")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
-    return drawn.getvalue()
+    return png(figure)
 
 
 def _bars(axes: Any, rows: Sequence[Mapping[str, Any]], heights: Sequence[float], title: str) -> None:

@@ -116,7 +116,9 @@ class _Stored:
         state = self._start(graph)
         place = self._place_of_token(graph) if config.chain else ""
         together = not config.chain and config.lm_head == "shared"
-        rows, logits, chosen, chances = [], [], [], []
+        rows, logits = [], []
+        chosen: list[str] = []
+        chances: list[str] = []
         for head in range(config.heads):
             row = self._blocks(graph, head, state, place)
             if together:

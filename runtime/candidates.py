@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specedge.runtime.bundle import Manifest
 from specedge.runtime.costs import Costs, shape_of
-from specedge.runtime.drafters.registry import LOOKUP, MEDUSA, MERGED, is_draft
+from specedge.runtime.drafters.registry import COPIES, LOOKUP, MEDUSA, MERGED, is_draft
 from specedge.runtime.gains import ChainGain, Gain, TreeGain
 from specedge.runtime.opening import Opener
 from specedge.runtime.policy import Candidate
 from specedge.runtime.tuning import Tuning
 
-__all__ = ["auto_methods", "candidates", "make_costs"]
+__all__ = ["auto_methods", "candidates", "longest", "make_costs"]
 
 _COPIED = {0: 0.2, 1: 0.2, 2: 0.45, 3: 0.6}
 """Guess of how often a copied token is right, by how many tokens before it were found again."""
@@ -54,7 +54,7 @@ def candidates(methods: Sequence[str], opener: Opener, tuning: Tuning | None) ->
         Candidate(
             method,
             _gain_of(method, opener, tuning),
-            by_match=method in (LOOKUP, MERGED),
+            by_match=method in COPIES,
             tells=method in (MEDUSA, MERGED),
         )
         for method in methods
@@ -68,13 +68,13 @@ def _gain_of(method: str, opener: Opener, tuning: Tuning | None) -> Callable[[in
         if method.startswith(MEDUSA) and opener.trees and method in (MEDUSA, MERGED):
             return TreeGain(opener.calibration(MEDUSA).values)
         if known.get(matched):
-            return ChainGain(known[matched], _most(method, opener, matched))
-        return ChainGain(_guess(method, opener, matched), _most(method, opener, matched))
+            return ChainGain(known[matched], longest(method, opener, matched))
+        return ChainGain(_guess(method, opener, matched), longest(method, opener, matched))
 
     return gain
 
 
-def _most(method: str, opener: Opener, matched: int) -> int:
+def longest(method: str, opener: Opener, matched: int = 0) -> int:
     """Longest draft: heads draft one token each, what is copied may be longer."""
     if method in (MEDUSA, MERGED) and not matched:
         return opener.manifest.heads[MEDUSA].heads

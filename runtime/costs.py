@@ -15,6 +15,7 @@ GROWTH: Mapping[str, float] = {"fp32": 0.04, "fp16": 0.04, "int8": 0.06, "int8-s
 
 _OTHER_GROWTH = 0.13
 _QUICK, _SLOW = 0.2, 0.1
+_FIRST_RATIO, _LAST_RATIO = 0.5, 0.02
 _CLIP = 1.6
 _SPREADS = 3.0
 _LEAST_SPREAD = 0.03
@@ -30,7 +31,7 @@ class Costs:
     """Milliseconds of a pass by its width, and of a draft by its length.
 
     pass_ms(w) = pace * shape(w) * ratio(w). The shape was measured by a tuning, or is a guess; a
-    width's ratio says how far off it was, and changes slowly; the pace is the machine's and the
+    width's ratio says how far off it was, and settles with the number of such passes; the pace is the machine's and the
     context's of the moment, and changes fast. Both are moving averages of what rounds took, in
     logarithms, in which a single outlier counts for at most a factor of 1.6.
 
@@ -48,6 +49,7 @@ class Costs:
         self._measured = measured
         self._log_pace = 0.0
         self._log_ratio: dict[int, float] = {}
+        self._timed: dict[int, int] = {}
         self._log_draft: dict[str, float] = dict.fromkeys(drafts, 0.0) if measured else {}
         self._spread = _LEAST_SPREAD
         self.host_ms = 0.15
@@ -96,13 +98,15 @@ class Costs:
             return
         if not self._measured:  # the first of all passes sets the scale
             self._log_pace, self._measured = math.log(ms / self._base(width)), True
-            self._log_ratio[width] = 0.0
+            self._log_ratio[width], self._timed[width] = 0.0, 1
             return
         off = math.log(ms / self.pass_ms(width))
         if width in self._log_ratio:
             self._spread += _SLOW * (max(abs(off), _LEAST_SPREAD) - self._spread)
         off = _clipped(off)
-        self._log_ratio[width] = self._ratio(width) + _SLOW * off
+        count = self._timed[width] = self._timed.get(width, 0) + 1
+        rate = max(_FIRST_RATIO / count, _LAST_RATIO)
+        self._log_ratio[width] = self._ratio(width) + rate * off
         self._log_pace += _QUICK * off
 
     def _record_draft(self, method: str, tokens: int, ms: float) -> None:

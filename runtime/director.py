@@ -49,7 +49,7 @@ class Director:
         policy: Chooses.
         costs: Told what rounds take.
         deadline: Caps drafts so that rounds end in time.
-        sampler: Of sampled drafts, where it is not the reply's; None: the reply's.
+        samplers: Of sampled drafts, by method, where they are not the reply's own.
         baseline: Whether a round in twelve decodes plainly, to measure what that takes.
         temperature: Of the reply, for the likely cause of a fall.
 
@@ -66,12 +66,12 @@ class Director:
         costs: Costs,
         *,
         deadline: Deadline | None = None,
-        sampler: Sampler | None = None,
+        samplers: Mapping[str, Sampler] | None = None,
         baseline: bool = False,
         temperature: float = 0.0,
     ) -> None:
         self._drafters, self._policy, self._costs = dict(drafters), policy, costs
-        self._deadline, self._sampler, self._baseline = deadline, sampler, baseline
+        self._deadline, self._samplers, self._baseline = deadline, samplers or {}, baseline
         self._temperature = temperature
         self._watches = {method: Watch() for method in drafters}
         self._plan, self._rounds = Plan(PLAIN, 0), 0
@@ -87,7 +87,6 @@ class Director:
         self._plan = Plan(PLAIN, 0)
         if self._baseline and self._rounds % _BASELINE_EVERY == 0:
             return EMPTY_DRAFT
-        context = context if self._sampler is None else replace(context, sampler=self._sampler)
         offers = {name: self._drafters[name].propose(context, min(most, LONGEST)) for name in self._policy.peeks}
         matched = max((self._drafters[name].matched for name, offer in offers.items() if offer.tokens), default=0)
         ready = [name for name, drafter in self._drafters.items() if drafter.ready]
@@ -100,7 +99,9 @@ class Director:
         if plan.method in offers:
             draft = Draft.chain(offers[plan.method].tokens[:budget])
         else:
-            draft = self._drafters[plan.method].propose(replace(context, least=plan.least), budget)
+            sampler = self._samplers.get(plan.method, context.sampler)
+            seen = replace(context, least=plan.least, sampler=sampler)
+            draft = self._drafters[plan.method].propose(seen, budget)
         return replace(draft, by=plan.method) if draft.tokens else draft
 
     def observe(self, context: Context, verdict: Verdict) -> None:

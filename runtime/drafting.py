@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specedge.runtime.candidates import auto_methods, candidates, make_costs
+from specedge.runtime.calibration import HeadCalibration
+from specedge.runtime.candidates import auto_methods, candidates, longest, make_costs
 from specedge.runtime.contracts import Drafter, SamplingDrafter
 from specedge.runtime.deadline import Deadline
 from specedge.runtime.director import Director
@@ -56,6 +57,14 @@ class Drafting:
         """A drafter, if it was opened."""
         return self._open.get(method)
 
+    def calibration(self, heads: str) -> HeadCalibration:
+        """What was measured of heads."""
+        return self._opener.calibration(heads)
+
+    def longest(self, method: str) -> int:
+        """Longest draft that a method can make where it copies nothing."""
+        return longest(method, self._opener)
+
     def director(self, options: Options, prompt_length: int, deadline: Deadline) -> Director:
         """Directs a reply.
 
@@ -74,16 +83,18 @@ class Drafting:
             if isinstance(drafter, SamplingDrafter):
                 drafter.sample = weighs
             guards[method] = GuardedDrafter(drafter)
-        temperature = self._draft_temperature(options) if weighs else None
-        sampler = None
-        if temperature is not None:
-            sampler = NumpySampler(replace(options, temperature=temperature), prompt_length, options.seed or 0)
+        samplers = {}
+        for method in guards:
+            temperature = self._draft_temperature(method, options) if weighs else None
+            if temperature is not None:
+                drawn = replace(options, temperature=temperature)
+                samplers[method] = NumpySampler(drawn, prompt_length, options.seed or 0)
         return Director(
             guards,
             self._policy(options, tuple(guards)),
             self.costs,
             deadline=deadline,
-            sampler=sampler,
+            samplers=samplers,
             baseline=options.measure_baseline,
             temperature=options.temperature,
         )
@@ -107,16 +118,17 @@ class Drafting:
             return Steps(method, self._cost_of_a_token(method), most)
         key = (method, most)
         if key not in self._policies:
-            self._policies[key] = Speed(candidates(methods, self._opener, self.tuning), self.costs, most)
+            known = candidates(methods, self._opener, self.tuning)
+            self._policies[key] = Speed(known, self.costs, most, tried=self.tuning is not None)
         return self._policies[key]
 
     def _cost_of_a_token(self, method: str) -> float:
         """c: what a drafted token takes over what a pass takes."""
         return (self.costs.draft_ms(method, 2) - self.costs.draft_ms(method, 1)) / self.costs.pass_ms(1)
 
-    def _draft_temperature(self, options: Options) -> float | None:
-        """The draft's own temperature: as asked for, or as tuned for the nearest temperature of a reply."""
-        if options.draft_temperature is not None or self.tuning is None or not self.tuning.temperatures:
+    def _draft_temperature(self, method: str, options: Options) -> float | None:
+        """A draft's own temperature: as asked for, or as tuned for the nearest temperature of a reply."""
+        tuned = {} if self.tuning is None else self.tuning.temperatures.get(method, {})
+        if options.draft_temperature is not None or not tuned:
             return options.draft_temperature
-        tuned = {float(key): value for key, value in self.tuning.temperatures.items()}
-        return tuned[min(tuned, key=lambda each: abs(each - options.temperature))]
+        return tuned[min(tuned, key=lambda each: abs(float(each) - options.temperature))]

@@ -54,22 +54,22 @@ class Engine:
         verify: bool = True,
         tuned: bool = True,
     ) -> None:
-        self._bundle: Bundle = open_bundle(bundle, verify=verify)
-        self.text = Text.load(self._bundle)
-        self._opener = Opener(self._bundle, threads=threads, capacity=capacity)
+        self.bundle: Bundle = open_bundle(bundle, verify=verify)
+        self.text = Text.load(self.bundle)
+        self._opener = Opener(self.bundle, threads=threads, capacity=capacity)
         self._session = Session(self._opener.target)
-        tuning = read_tuning(self._bundle, default_threads() if threads is None else threads) if tuned else None
+        tuning = read_tuning(self.bundle, default_threads() if threads is None else threads) if tuned else None
         self.drafting = Drafting(self._opener, self._session, tuning)
         self._running: Generation | None = None
         self._closed = False
 
     @property
     def folder(self) -> Path:
-        return self._bundle.folder
+        return self.bundle.folder
 
     @property
     def manifest(self) -> Manifest:
-        return self._bundle.manifest
+        return self.bundle.manifest
 
     @property
     def target(self) -> Target:
@@ -90,6 +90,11 @@ class Engine:
     def default_method(self) -> str:
         """The one that chooses among all others, "auto"."""
         return AUTO
+
+    @property
+    def trees(self) -> bool:
+        """Whether drafts may be trees: rows of one are plain decoding's on this target."""
+        return self._opener.trees
 
     @property
     def tuning(self) -> Tuning | None:
@@ -147,6 +152,19 @@ class Engine:
                 on_finish=on_finish,
             )
             return self._running
+
+    def suspend(self, generation: Generation) -> None:
+        """Lets another reply run before this one goes on; between its rounds only."""
+        with self._session.lock:
+            generation.suspend()
+            self._running = None
+
+    def resume(self, generation: Generation) -> None:
+        """Ends the running reply and goes on with a suspended one."""
+        with self._session.lock:
+            self._end_running()
+            generation.resume()
+            self._running = generation
 
     def chat(self, system: str | None = None, options: Options | None = None) -> Chat:
         """Starts a conversation; its turns reuse the cache.

@@ -9,14 +9,14 @@ from specedge.runtime.contracts import Round
 __all__ = ["ChainGain", "Gain", "TreeGain"]
 
 _KEPT = 0.97
-_TRUST = 4.0
+_TRUST = 3.0
 _DEEPEST = 64
 
 
 class ChainGain:
     """A chain's gain: for each depth the share of nodes that stand where all before them stood.
 
-    A moving average, which memory of about thirty nodes a depth; a depth that was never seen is
+    A moving average, with a memory of about thirty nodes a depth; a depth that was never seen is
     taken to be like the one before it.
 
     Args:

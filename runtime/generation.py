@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
@@ -13,7 +13,7 @@ from specedge.runtime.deadline import TIMED_PIECE, Deadline
 from specedge.runtime.director import Director
 from specedge.runtime.drafting import Drafting
 from specedge.runtime.events import Event, Finish, FinishReason, Notice, Origin, Token
-from specedge.runtime.loop import generate
+from specedge.runtime.loop import PIECE, generate
 from specedge.runtime.options import Options
 from specedge.runtime.sampler import NumpySampler
 from specedge.runtime.session import Session
@@ -64,12 +64,9 @@ class Generation:
         deadline = Deadline(started, options.deadline_ms, options.max_step_ms, drafting.costs)
         self._stop = StopRule(eos, limit, self._reply.push, deadline.over)
         self._verifier = verifier_for(options)
-        sampler = NumpySampler(options, len(prompt), options.seed or 0)
         self._director: Director = drafting.director(options, len(prompt), deadline)
-        pieces = {} if options.deadline_ms is None else {"piece": TIMED_PIECE}
-        self._loop = generate(
-            session.target, self._director, self._verifier, sampler, session.tokens, self._stop, **pieces
-        )
+        self._sampler = NumpySampler(options, len(prompt), options.seed or 0)
+        self._loop = self._start()
         self._rounds: list[Round] = []
         self._overtime = False
         self._queue: deque[Token] = deque()
@@ -107,6 +104,28 @@ class Generation:
             if self.finish is None:
                 self._end(self._reason if self._ended and not self._queue else "cancelled")
 
+    @property
+    def at_round_end(self) -> bool:
+        """Whether everything that was committed has been taken from the iterator."""
+        return not self._queue and not self._notices
+
+    def suspend(self) -> None:
+        """Lets another reply have the cache; at the end of a round only. `resume` goes on."""
+        if not self.at_round_end or self.finish is not None:
+            raise ValueError("a reply can be suspended between its rounds only")
+        self._loop.close()
+
+    def resume(self) -> None:
+        """Goes on where `suspend` left off, with the tokens that it would have had."""
+        self._session.begin([*self._prompt, *(token.id for token in self._seen)])
+        self._loop = self._start()
+
+    def _start(self) -> Generator[Round, None, None]:
+        session, piece = self._session, PIECE if self.options.deadline_ms is None else TIMED_PIECE
+        return generate(
+            session.target, self._director, self._verifier, self._sampler, session.tokens, self._stop, piece
+        )
+
     def __enter__(self) -> Generation:
         return self
 
@@ -135,7 +154,7 @@ class Generation:
         self._notes += self._director.notices
         self._notices.extend(map(Notice, self._director.notices))
         self._director.notices.clear()
-        if outcome.prefill:
+        if outcome.prefill and len(self._rounds) == 1:
             self._ttft_ms = 1e3 * (perf_counter() - self._started)
         own: Origin = "correction" if outcome.corrected else "bonus"
         for index, (token, text) in enumerate(zip(outcome.tokens, self._stop.texts, strict=True)):

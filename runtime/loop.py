@@ -9,9 +9,10 @@ from typing import Protocol
 from specedge.runtime.contracts import EMPTY_DRAFT, Context, Director, Draft, Round, Rows, Sampler, Target, Verifier
 from specedge.runtime.stats import trim
 
-__all__ = ["Stop", "generate"]
+__all__ = ["PIECE", "Stop", "generate"]
 
-_PIECE = 256
+PIECE = 256
+"""Most tokens of a prompt in one pass."""
 
 
 class Stop(Protocol):
@@ -37,7 +38,7 @@ def generate(
     sampler: Sampler,
     tokens: list[int],
     stop: Stop,
-    piece: int = _PIECE,
+    piece: int = PIECE,
 ) -> Generator[Round, None, None]:
     """Extends `tokens` in place, a round at a time, with text that has the verifier's law.
 

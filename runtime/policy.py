@@ -22,6 +22,8 @@ _PROBE_EVERY = 24
 _PROBE_IDLE = 48
 _PROBE_WORTH = 0.85
 _PLAIN_IDLE = 96
+_LONG_IDLE = 192
+_TRIALS, _TRIAL_LENGTH = 3, 4
 _FADE_IDLE = 0.01
 _FADE_REPLY = 0.5
 _LOOKUPS = 4
@@ -159,21 +161,25 @@ class Speed:
     """The most committed tokens a millisecond, of all candidates and lengths, plain decoding among them.
 
     It stays with the method it has unless another promises 3 % more, and now and then tries one that
-    it has not used for long, if that one is not far behind. What it learnt stays over replies, at half
+    it has not used for long, seldom if that one is far behind. What it learnt stays over replies, at half
     the weight.
 
     Args:
         candidates: The methods; plain decoding needs no entry.
         costs: What rounds take.
         most: Longest draft.
+        tried: Whether the candidates' gains were measured before; else each is tried a few times first.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], costs: Costs, most: int = LONGEST) -> None:
+    def __init__(
+        self, candidates: Sequence[Candidate], costs: Costs, most: int = LONGEST, *, tried: bool = False
+    ) -> None:
         self._candidates, self._costs, self._most = list(candidates), costs, most
         self._gains: dict[tuple[str, int], Gain] = {}
         self._current = PLAIN
         self._idle = dict.fromkeys((PLAIN, *(each.method for each in candidates)), 0)
         self._rounds = self._matched = 0
+        self._trials = dict.fromkeys((each.method for each in candidates), 0 if tried else _TRIALS)
         self.peeks: Sequence[str] = [each.method for each in candidates if each.method == "ngram"]
 
     def begin(self) -> None:
@@ -191,6 +197,9 @@ class Speed:
         for candidate in self._candidates:
             if candidate.method in view.ready and (best := self._best(candidate, view, passes)) is not None:
                 plans[candidate.method] = best
+        for method, plan in plans.items():
+            if self._trials.get(method):
+                return replace(plan, budget=max(plan.budget, min(_TRIAL_LENGTH, view.most, self._most)))
         return self._choose(plans)
 
     def record(self, plan: Plan, outcome: Round) -> None:
@@ -198,6 +207,8 @@ class Speed:
         self._rounds += 1
         for method in self._idle:
             self._idle[method] = 0 if method == plan.method else self._idle[method] + 1
+        if self._trials.get(plan.method):
+            self._trials[plan.method] -= 1
         used = next((each for each in self._candidates if each.method == plan.method), None)
         # What stood behind the end of a reply is not known, so its last round says nothing.
         if used is not None and outcome.finish is None and outcome.draft.tokens:
@@ -244,7 +255,7 @@ class Speed:
             for method, plan in plans.items()
             if method != best.method
             and self._idle[method] >= (_PLAIN_IDLE if method == PLAIN else _PROBE_IDLE)
-            and (_rate(plan) >= _PROBE_WORTH * _rate(best) or method == PLAIN)
+            and (_rate(plan) >= _PROBE_WORTH * _rate(best) or method == PLAIN or self._idle[method] >= _LONG_IDLE)
         ]
         return max(waiting, key=lambda plan: self._idle[plan.method], default=None)
 

@@ -53,9 +53,10 @@ class Tuning:
         drafts: For each method milliseconds of a draft, and of each of its tokens.
         gains: For each method, by how many tokens lookup had found again (0: it does not matter, or none), the
             share of tokens that stood at each depth where all before them did.
+        matches: Share of rounds in which lookup had found 0, 1, 2, 3 tokens again.
         choices: What is best for each method.
         method: The fastest of them.
-        temperatures: Best temperature of sampled drafts by the reply's, as text ("0.7").
+        temperatures: For each method that draws, the best temperature of its drafts by the reply's, as text ("0.7").
         prompts: How many prompts were answered.
         note: What the numbers were measured with, for people.
     """
@@ -65,9 +66,10 @@ class Tuning:
     passes: Mapping[int, float]
     drafts: Mapping[str, tuple[float, float]]
     gains: Mapping[str, Mapping[int, tuple[float, ...]]]
+    matches: Mapping[int, float]
     choices: Mapping[str, Choice]
     method: str
-    temperatures: Mapping[str, float] = field(default_factory=dict)
+    temperatures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     prompts: int = 0
     note: str = ""
 
@@ -151,12 +153,15 @@ def _tuning(raw: Any) -> Tuning:
         method: {_whole(key, 0): _shares(value) for key, value in mapping_of(gains, "gains").items()}
         for method, gains in mapping_of(values["gains"], "gains").items()
     }
+    found = mapping_of(values["matches"], "matches")
+    values["matches"] = dict(zip((_whole(key, 0) for key in found), _shares(list(found.values())), strict=True))
     values["choices"] = {
         key: _choice(value, f"choice {one_line(key)}")
         for key, value in mapping_of(values["choices"], "choices").items()
     }
     values["temperatures"] = {
-        key: _ms(value) for key, value in mapping_of(values.get("temperatures", {}), "temperatures").items()
+        method: {f"{float(key):g}": _ms(value) for key, value in mapping_of(best, "temperatures").items()}
+        for method, best in mapping_of(values.get("temperatures", {}), "temperatures").items()
     }
     return Tuning(**values)
 
@@ -187,7 +192,7 @@ def _pair(value: Any) -> tuple[float, float]:
 
 def _shares(value: Any, most: float = 1.0) -> tuple[float, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > 64:
-        raise ValueError(f"{one_line(value)} is no list of numbers")
+        raise ValueError(f"no list of at most 64 numbers: {one_line(value)}")
     if any(isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 <= each <= most for each in value):
         raise ValueError(f"{one_line(value)} holds something else than numbers from 0 to {most:g}")
     return tuple(map(float, value))

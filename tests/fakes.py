@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Drafter, Floats, Law, Rows, Verdict
+from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Drafter, Floats, Law, Round, Rows, Verdict
 from specedge.runtime.costs import Costs
 from specedge.runtime.director import Director
 from specedge.runtime.drafters.guard import GuardedDrafter
-from specedge.runtime.policy import Fixed
+from specedge.runtime.policy import Fixed, Plan, View
 
 __all__ = [
+    "Anything",
     "BrokenDrafter",
     "FakeTarget",
     "FunctionDrafter",
@@ -310,3 +311,21 @@ def directing(drafter: Drafter, length: int) -> Director:
     """A director of one drafter at one draft length, as a reply with a fixed policy has it."""
     guard = drafter if isinstance(drafter, GuardedDrafter) else GuardedDrafter(drafter)
     return Director({guard.name: guard}, Fixed(guard.name, length), Costs({1: 1.0}, {}))
+
+
+class Anything:
+    """A policy that asks anyone for anything, and keeps what became of it."""
+
+    def __init__(self, names: Sequence[str], seed: Any, peeks: Sequence[str] = ()) -> None:
+        self._names, self._rng, self.peeks = names, random.Random(seed), peeks
+        self.recorded: list[tuple[Plan, Round]] = []
+
+    def begin(self) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        assert set(view.ready) <= set(self._names)
+        return Plan(self._rng.choice([*self._names, "none", "nobody"]), self._rng.randint(0, 12))
+
+    def record(self, plan: Plan, outcome: Round) -> None:
+        self.recorded.append((plan, outcome))

@@ -22,9 +22,23 @@ from specedge.runtime.heads import HeadsGraph
 from specedge.runtime.opening import Opener
 from specedge.runtime.soundness import check_weights
 
-__all__ = ["LOOKUP", "MEDUSA", "MERGED", "METHODS", "Method", "is_draft", "is_method", "method_names", "open_drafter"]
+__all__ = [
+    "COPIES",
+    "LOOKUP",
+    "MEDUSA",
+    "MERGED",
+    "METHODS",
+    "Method",
+    "is_draft",
+    "is_method",
+    "method_names",
+    "open_drafter",
+]
 
 MEDUSA, MERGED, LOOKUP = "medusa", "medusa+ngram", "ngram"
+COPIES = (LOOKUP, MERGED)
+"""Methods that copy what stood in the text before."""
+
 _DRAFT = "draft"
 
 

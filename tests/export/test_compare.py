@@ -17,6 +17,7 @@ from specedge.export.compare_options import FORMATS, METHODS, CompareOptions
 from specedge.quant.recipe import parse_recipe
 from specedge.runtime.bench import run as timer
 from specedge.runtime.errors import MissingExtraError, UsageError
+from specedge.runtime.plotting import check_plotting
 from specedge.runtime.prompts import Prompt
 
 pytest.importorskip("onnx")
@@ -209,7 +210,7 @@ def test_a_picture_without_the_package_is_refused_before_any_work(tmp_path, prom
     assert done.exit_code == 1
     assert done.stderr.strip() == "Error: matplotlib is not installed; run: pip install 'specedge[plot]'"
     with pytest.raises(MissingExtraError):
-        compare_report.check_plotting()
+        check_plotting()
 
 
 def test_prompts_of_calibration_are_not_measured_on(tiny_checkpoint, tmp_path, prompts_file):
