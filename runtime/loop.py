@@ -42,42 +42,32 @@ def generate(
 ) -> Generator[Round, None, None]:
     """Extends `tokens` in place, a round at a time, with text that has the verifier's law.
 
-    The cache holds every committed token but the newest, so a round always runs what the cache
-    lacks, then the draft. The prompt is no special case: it is what the first round's cache lacks. A
-    long one is run in pieces, so that time can be called between them.
+    The cache holds every committed token but the newest, so a round always runs what the cache lacks, then
+    the draft. The prompt is no special case: it is what the first round's cache lacks, a piece at a time.
 
     Args:
         target: The model; its cache holds a prefix of `tokens`.
         director: Proposes; its drafters too may know a prefix of `tokens`, or nothing.
-        verifier: Decides.
-        sampler: Turns logits into laws and draws.
+        verifier, sampler: Decide, and draw.
         tokens: All committed tokens, at least one.
-        stop: Cuts each round's tokens before any bookkeeping.
+        stop: Cuts each round's tokens before any bookkeeping, and calls time.
         piece: Most tokens of a prompt in one pass.
 
     Yields:
-        Each round after it is committed: closing the generator leaves nothing half done. Where time is
-        called, there are no more; what was committed stays.
+        Each round after it is committed: closing the generator leaves nothing half done.
     """
     rows: Rows | None = None
     finish: str | None = None
-    began = perf_counter()
-    while len(tokens) - target.length > piece:
-        if stop.over():
-            return
+    started = perf_counter()
+    while len(tokens) - target.length > piece and not stop.over():
         target.forward(tokens[target.length : target.length + piece])
-    pieces_ms = 1e3 * (perf_counter() - began)
-    while finish is None:
-        if stop.over():
-            return
-        started = perf_counter()
+    while finish is None and not stop.over():
         context = Context(tokens, rows, sampler)
         most = min(stop.room() - 1, target.capacity - len(tokens))
         draft = director.propose(context, most) if rows is not None and most > 0 else EMPTY_DRAFT
-        drafted = perf_counter()
+        drafted = perf_counter() if draft.tokens else started
         passed = target.forward(tokens[target.length :], draft)
         verified = perf_counter()
-
         verdict = verifier.judge(draft, passed.logits, context)
         proposed = [*(draft.tokens[node] for node in verdict.path), verdict.token]
         kept, finish = stop.cut(proposed)
@@ -94,14 +84,14 @@ def generate(
             evaluated=verdict.evaluated,
             corrected=_rejected(draft, verdict.path),
             draft_ms=1e3 * (drafted - started),
-            verify_ms=1e3 * (verified - drafted) + (pieces_ms if first else 0.0),
+            verify_ms=1e3 * (verified - drafted),
             host_ms=1e3 * (perf_counter() - verified),
             prefill=first,
             finish=finish,
         )
-        outcome = trim(outcome, kept)
-        director.record(outcome)
+        director.record(outcome := trim(outcome, kept))
         yield outcome
+        started = perf_counter()
 
 
 def _keep(rows: Rows, path: tuple[int, ...]) -> Rows:

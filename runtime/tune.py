@@ -113,11 +113,6 @@ def tune(
     }
     plain = checked[PLAIN].ms_per_token
     choices[PLAIN] = Choice(0, passes[1] + host_ms, plain, 1.0)
-    progress("temperatures", 0, 1)
-    temperatures = {
-        method: best_temperatures(engine, method, prompts) for method in methods if is_draft(method) or method == MEDUSA
-    }
-    progress("temperatures", 1, 1)
     tuning = new_tuning(
         engine.bundle,
         threads=threads,
@@ -127,11 +122,22 @@ def tune(
         matches=surveys[LOOKUP].matches(),
         choices=choices,
         method=min(choices, key=lambda method: choices[method].measured_ms),
-        temperatures={method: best for method, best in temperatures.items() if best},
+        temperatures=_temperatures(engine, methods, prompts, progress),
         prompts=len(prompts),
         note=note,
     )
     return Report(tuning, _warnings(choices, drafts, passes))
+
+
+def _temperatures(
+    engine: Engine, methods: Sequence[str], prompts: Sequence[Sequence[int]], progress: Progress
+) -> dict[str, dict[str, float]]:
+    """Best temperatures of the drafts of every method that can draw."""
+    progress("temperatures", 0, 1)
+    draw = [method for method in methods if is_draft(method) or method == MEDUSA]
+    found = {method: best_temperatures(engine, method, prompts) for method in draw}
+    progress("temperatures", 1, 1)
+    return {method: best for method, best in found.items() if best}
 
 
 def _draft_times(one: Survey) -> tuple[float, float]:

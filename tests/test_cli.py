@@ -21,7 +21,7 @@ from specedge.runtime.bundle import open_bundle
 from specedge.runtime.errors import BundleError, UsageError
 from specedge.tests.runtime.fake_chat import FakeChat
 
-COMMANDS = ("export", "chat", "bench", "compare-compensation", "inspect", "train")
+COMMANDS = ("export", "chat", "bench", "compare-compensation", "inspect", "train", "tune")
 HEAVY = {"onnx", "onnxruntime", "torch", "transformers", "tokenizers", "numpy", "jinja2", "rich", "gguf", "safetensors"}
 
 
@@ -42,6 +42,7 @@ def fake(monkeypatch):
 
     class FakeEngine:
         methods = ("none", "ngram")
+        tuning = None
         manifest = SimpleNamespace(name="fake\x1b[2J")
 
         def __init__(self, bundle, *, threads=None):
@@ -105,7 +106,8 @@ def test_options_reach_the_chat(fake, tmp_path):
     typed = (
         "--method ngram --accept rejection --draft-length 7 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --no-repeat-ngram 3 --seed 17 "
-        "--max-tokens 9 --stop END --stop FIN --system Be"
+        "--max-tokens 9 --stop END --stop FIN --system Be --policy steps --draft-temperature 0.6 --deadline-ms 900 "
+        "--max-step-ms 50 --measure-baseline"
     )
     assert run("chat", tmp_path, "hi", *typed.split()).exit_code == 0
     [(system, options)] = fake.chats
@@ -113,7 +115,8 @@ def test_options_reach_the_chat(fake, tmp_path):
         "method": "ngram", "accept": "rejection", "draft_length": 7, "temperature": 0.7, "top_k": 5, "top_p": 0.9,
         "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "no_repeat_ngram": 3, "seed": 17, "max_tokens": 9, "stop": ("END", "FIN"),
-        "typical_epsilon": 0.09, "typical_delta": 0.3,
+        "typical_epsilon": 0.09, "typical_delta": 0.3, "policy": "steps", "draft_temperature": 0.6,
+        "deadline_ms": 900.0, "max_step_ms": 50.0, "measure_baseline": True,
     }  # fmt: skip
     assert system == "Be" and vars(options) == expected
 
