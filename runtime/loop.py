@@ -59,8 +59,7 @@ def generate(
     rows: Rows | None = None
     finish: str | None = None
     started = perf_counter()
-    while len(tokens) - target.length > piece and not stop.over():
-        target.forward(tokens[target.length : target.length + piece])
+    _run_pieces(target, tokens, stop, piece)
     while finish is None and not stop.over():
         context = Context(tokens, rows, sampler)
         most = min(stop.room() - 1, target.capacity - len(tokens))
@@ -73,7 +72,7 @@ def generate(
         kept, finish = stop.cut(proposed)
         target.commit(verdict.path[: kept - 1])
         tokens.extend(proposed[:kept])
-        first, rows = rows is None, _keep(passed, verdict.path[: kept - 1])
+        rows = _keep(passed, verdict.path[: kept - 1])
         director.rewind(len(tokens) - 1)
         director.observe(Context(tokens, rows, sampler), verdict)
 
@@ -86,12 +85,18 @@ def generate(
             draft_ms=1e3 * (drafted - started),
             verify_ms=1e3 * (verified - drafted),
             host_ms=1e3 * (perf_counter() - verified),
-            prefill=first,
+            prefill=context.rows is None,
             finish=finish,
         )
         director.record(outcome := trim(outcome, kept))
         yield outcome
         started = perf_counter()
+
+
+def _run_pieces(target: Target, tokens: list[int], stop: Stop, piece: int) -> None:
+    """Runs all but the last piece of a long prompt; between pieces time can be called."""
+    while len(tokens) - target.length > piece and not stop.over():
+        target.forward(tokens[target.length : target.length + piece])
 
 
 def _keep(rows: Rows, path: tuple[int, ...]) -> Rows:
