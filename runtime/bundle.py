@@ -90,13 +90,13 @@ class Manifest:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate of what running the target and its largest draft takes.
+        """Estimate of what running the target with its largest draft and its heads takes, as method auto does.
 
         Weights count twice (mapped and prepacked), and a cache where a draft has its own.
         """
         own = (2 * graph.weight_bytes + graph.cache_bytes * (not graph.shares_cache) for graph in self.drafts.values())
         heads = (2 * heads.weight_bytes for heads in self.heads.values())
-        return 2 * self.target.weight_bytes + self.target.cache_bytes + max([*own, *heads], default=0)
+        return 2 * self.target.weight_bytes + self.target.cache_bytes + max(own, default=0) + sum(heads)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from specedge.runtime.events import Event, Finish, Origin, Stats, Token
+from specedge.runtime.events import Event, Finish, Notice, Origin, Stats, Token
 from specedge.runtime.terminal import TerminalFilter, clean_line
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class TextPrinter:
         self._out.write(f"{_PAINT[origin]}{text}{_PLAIN}" if self._paint else text)
         self._out.flush()
 
+    def notice(self, text: str) -> None:
+        """Writes nothing: what happened stands in the statistics' notes."""
+
     def finish(self, finish: Finish) -> None:
         """Ends the line."""
         if self._last != "\n":
@@ -96,6 +99,10 @@ class JsonPrinter:
         """Writes a token event, if it has text."""
         if text:
             self._write({"event": "token", "text": text})
+
+    def notice(self, text: str) -> None:
+        """Writes a notice event."""
+        self._write({"event": "notice", "text": text})
 
     def finish(self, finish: Finish) -> None:
         """Writes the finish event."""
@@ -129,6 +136,8 @@ def speak(reply: Reply, printer: TextPrinter | JsonPrinter, stopped: Callable[[]
             if isinstance(event, Token):
                 said += len(event.text)
                 printer.token(event.text, event.origin)
+            elif isinstance(event, Notice):
+                printer.notice(event.text)
             if stopped():
                 break
     except OSError:
@@ -185,6 +194,8 @@ def stats_json(stats: Stats) -> dict[str, Any]:
         "tau": stats.tau,
         "alpha": stats.alpha,
         "tokens_per_second": stats.tokens_per_second,
+        "discarded": stats.discarded,
+        "speedup": stats.speedup,
     }
 
 
@@ -201,12 +212,27 @@ def stats_text(stats: Stats) -> str:
         ("speed", f"{speed} ({stats.tokens} tokens, {stats.passes} passes)"),
         ("τ", tau),
         ("α", alpha),
+        *_drafting_rows(stats),
         ("time", f"draft {stats.draft_ms:.0f} ms, verify {stats.verify_ms:.0f} ms, host {stats.host_ms:.0f} ms"),
         ("prompt", f"{stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached"),
         ("peak memory", megabytes(stats.peak_memory_bytes)),
         *(("note", clean_line(note)) for note in stats.notes),
     ]
     return "\n".join(f"  {name:<12} {value}" for name, value in rows)
+
+
+def _drafting_rows(stats: Stats) -> Iterator[tuple[str, str]]:
+    """What is said of drafting where there was any, of steps, and of the speed-up where it is known."""
+    if stats.proposed:
+        yield "rounds", ", ".join(f"{name} {count}" for name, count in stats.rounds.items())
+        depths = " ".join(f"{stood / tested:.2f}" for tested, stood in stats.depths[:8])
+        yield "by depth", f"{depths} stood ({stats.discarded} drafted tokens discarded)"
+    if stats.step_ms is not None:
+        middle, late, last = stats.step_ms
+        yield "steps", f"{middle:.0f} ms between visible tokens (95 %: {late:.0f}, 99 %: {last:.0f})"
+    known = [("measured", stats.speedup), ("expected", stats.forecast)]
+    if any(value is not None for _, value in known):
+        yield "speed-up", ", ".join(f"{value:.2f} × {name}" for name, value in known if value is not None)
 
 
 def bundle_json(bundle: Bundle) -> dict[str, Any]:

@@ -57,6 +57,22 @@ def test_the_methods_of_a_bundle(engine):
         engine.generate(PROMPT, method="medusa")
 
 
+@pytest.mark.parametrize("policy", ["fixed", "speed", "thresholds", "steps"])
+@pytest.mark.parametrize("method", ["draft", "ngram", "none"])
+def test_every_policy_gives_the_same_reply_and_says_what_it_did(engine, policy, method):
+    plain = collect(engine.generate(PROMPT, FREE, method="none"))[1]
+    finish = collect(engine.generate(PROMPT, FREE, method=method, policy=policy, measure_baseline=True))[1]
+    stats = finish.stats
+    assert finish.ids == plain.ids
+    assert sum(stats.rounds.values()) == stats.passes == stats.corrected + stats.bonus
+    assert stats.discarded == stats.proposed - stats.accepted >= 0
+    assert sum(stood for _, stood in stats.depths) == stats.accepted
+    assert sum(tested for tested, _ in stats.depths) == stats.evaluated
+    assert stats.step_ms == tuple(sorted(stats.step_ms))
+    assert (stats.speedup is not None) == (stats.baseline_ms is not None) == (stats.passes >= 12)
+    assert (stats.forecast is not None) == (policy == "speed" and method != "none")
+
+
 @pytest.mark.parametrize(
     "options",
     [Options(max_tokens=48), FREE, Options(max_tokens=48, temperature=0.9, seed=5)],
@@ -256,6 +272,13 @@ def test_prompts_that_cannot_be_run(engine, prompt, message):
         ({"draft_length": 2.5}, "draft_length is 2.5: give a whole number"),
         ({"seed": "x"}, "seed is 'x': give a whole number"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"policy": "fast"}, "policy is 'fast': choose one of fixed, speed, thresholds, steps"),
+        ({"policy": "steps", "method": "auto"}, "method auto goes with policy speed"),
+        ({"draft_temperature": 0}, "draft_temperature is 0: give a number from more than 0.0"),
+        ({"deadline_ms": 0}, "deadline_ms is 0: give a number from more than 0.0"),
+        ({"deadline_ms": float("inf")}, "deadline_ms is inf"),
+        ({"max_step_ms": "10"}, "max_step_ms is '10'"),
+        ({"measure_baseline": 1}, "measure_baseline is 1: give True or False"),
         ({"tempreature": 1}, "unknown option tempreature; the options are method, accept"),
     ],
 )
