@@ -127,11 +127,15 @@ def _contenders(
 ) -> list[_Contender]:
     """Plain decoding first, then the methods, then the other bundles."""
     engine, *others = engines
+    if methods is not None and not methods:
+        raise UsageError("no method is named; give some with commas between, or leave --methods out")
     names = dict.fromkeys((PLAIN, *(engine.methods if methods is None else methods)))
     contenders = []
     for name in names:
         base, _, given = name.rpartition("@") if _AT_LENGTH.fullmatch(name) else (name, "", "")
         method = engine.resolve_method(base)
+        if given and method in (PLAIN, AUTO):
+            raise UsageError(f"method {name!r}: {method} has no draft length; leave @{given} out")
         length = int(given) if given else draft_lengths.get(name, None if method == AUTO else options.draft_length)
         contenders.append(_Contender(name, engine, replace(options, method=method, draft_length=length)))
     for folder, other in zip(baselines, others, strict=True):

@@ -19,6 +19,8 @@ _FIRST_RATIO, _LAST_RATIO = 0.5, 0.02
 _CLIP = 1.6
 _SPREADS = 3.0
 _LEAST_SPREAD = 0.03
+_SETTLED = 5
+_DOUBT = 0.05
 
 
 def shape_of(precision: str) -> dict[int, float]:
@@ -44,12 +46,14 @@ class Costs:
     def __init__(
         self, shape: Mapping[int, float], drafts: Mapping[str, tuple[float, float]], *, measured: bool = False
     ) -> None:
-        self._shape = sorted(shape.items())
+        self._shape = _rising(shape)
         self._drafts = dict(drafts)
         self._measured = measured
         self._log_pace = 0.0
         self._log_ratio: dict[int, float] = {}
         self._timed: dict[int, int] = {}
+        self._drafted: dict[str, int] = {}
+        self._last = ""
         self._log_draft: dict[str, float] = dict.fromkeys(drafts, 0.0) if measured else {}
         self._spread = _LEAST_SPREAD
         self.host_ms = 0.15
@@ -90,8 +94,15 @@ class Costs:
         nodes = len(outcome.draft.tokens)
         self._record_pass(1 + nodes, outcome.verify_ms)
         self.host_ms += _SLOW * (min(outcome.host_ms, 4 * self.host_ms) - self.host_ms)
-        if nodes and outcome.draft.by in self._drafts:
-            self._record_draft(outcome.draft.by, nodes, outcome.draft_ms)
+        by = outcome.draft.by
+        # The first draft after another's may have run what its cache lacked, a prompt even.
+        if nodes and by in self._drafts and by == self._last:
+            self._record_draft(by, nodes, outcome.draft_ms)
+        self._last = by or self._last
+
+    def doubt(self) -> None:
+        """Takes passes to be a little faster than they seemed: what keeps them from being run must not stay so."""
+        self._log_pace -= _DOUBT
 
     def _record_pass(self, width: int, ms: float) -> None:
         if ms <= 0:
@@ -114,9 +125,12 @@ class Costs:
             return
         if method not in self._log_draft:
             whole, each = self._drafts[method]
-            self._log_draft[method] = math.log(ms / (whole + each * tokens))
+            self._log_draft[method], self._drafted[method] = math.log(ms / (whole + each * tokens)), 1
             return
-        self._log_draft[method] += _QUICK * _clipped(math.log(ms / self.draft_ms(method, tokens)))
+        count = self._drafted[method] = self._drafted.get(method, _SETTLED) + 1
+        off = math.log(ms / self.draft_ms(method, tokens))
+        # The first few correct each other freely.
+        self._log_draft[method] += off / count if count < _SETTLED else _QUICK * _clipped(off)
 
     def _ratio(self, width: int) -> float:
         """A width's own, or that of the nearest width that was timed."""
@@ -133,6 +147,15 @@ class Costs:
             if width <= high or high == points[-1][0]:
                 return below + (above - below) * (width - low) / (high - low)
         return points[-1][1]
+
+
+def _rising(shape: Mapping[int, float]) -> list[tuple[int, float]]:
+    """Times by width, where a wider pass never takes less."""
+    most, rising = 0.0, []
+    for width, time in sorted(shape.items()):
+        most = max(most, time)
+        rising.append((width, most))
+    return rising
 
 
 def _clipped(off: float) -> float:

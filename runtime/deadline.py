@@ -12,8 +12,6 @@ __all__ = ["TIMED_PIECE", "Deadline"]
 TIMED_PIECE = 32
 """Most tokens of a prompt in one pass of a reply that has a deadline: what it can be late by."""
 
-_UNKNOWN_MS = 0.0
-
 
 class Deadline:
     """The end of a reply's time, and of its next step's.
@@ -29,13 +27,24 @@ class Deadline:
         self._end = math.inf if whole_ms is None else started + whole_ms / 1e3
         self._step_ms = math.inf if step_ms is None else step_ms
         self._costs = costs
+        self._asked = 0
 
     def over(self) -> bool:
-        """Whether another pass, however short, would end too late by what passes took so far."""
+        """Whether another pass, however short, would end too late by what passes took so far.
+
+        A reply's first pass is made while any time is left: a wrong idea of what passes take must not
+        keep all replies from finding out.
+        """
         if self._end == math.inf:
             return False
-        needed = self._costs.pass_ms(1) if self._costs.known else _UNKNOWN_MS
-        return perf_counter() + needed / 1e3 > self._end
+        self._asked += 1
+        left = 1e3 * (self._end - perf_counter())
+        if left <= 0 or self._asked == 1 or not self._costs.known:
+            return left <= 0
+        if self._costs.pass_ms(1) <= left:
+            return False
+        self._costs.doubt()
+        return True
 
     def affordable(self, method: str, nodes: int) -> int:
         """How many of so many drafted nodes leave the round within both limits, with a margin.

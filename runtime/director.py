@@ -76,6 +76,7 @@ class Director:
         self._watches = {method: Watch() for method in drafters}
         self._plan, self._rounds = Plan(PLAIN, 0), 0
         self._tokens: Sequence[int] = ()
+        self._measures = False
         self.notices: list[str] = []
         self.baseline_ms: list[float] = []
         self.forecast = Forecast()
@@ -85,17 +86,18 @@ class Director:
         """See `contracts.Director`."""
         self._rounds += 1
         self._plan = Plan(PLAIN, 0)
-        if self._baseline and self._rounds % _BASELINE_EVERY == 0:
+        self._measures = self._baseline and self._rounds % _BASELINE_EVERY == 0
+        if self._measures:
             return EMPTY_DRAFT
         offers = {name: self._drafters[name].propose(context, min(most, LONGEST)) for name in self._policy.peeks}
         matched = max((self._drafters[name].matched for name, offer in offers.items() if offer.tokens), default=0)
         ready = [name for name, drafter in self._drafters.items() if drafter.ready]
-        self._plan = plan = self._policy.plan(View(most, ready, offers, matched))
-        budget = min(plan.budget, most)
-        if self._deadline is not None:
-            budget = self._deadline.affordable(plan.method, budget)
+        fits = (lambda method, nodes: nodes) if self._deadline is None else self._deadline.affordable
+        plan = self._policy.plan(View(most, ready, offers, matched, fits))
+        budget = fits(plan.method, min(plan.budget, most))
         if plan.method not in self._drafters or budget < 1:
             return EMPTY_DRAFT
+        self._plan = plan
         if plan.method in offers:
             draft = Draft.chain(offers[plan.method].tokens[:budget])
         else:
@@ -122,7 +124,7 @@ class Director:
             drafter.notices.clear()
         if outcome.prefill:
             return
-        if self._baseline and not outcome.draft.tokens:
+        if self._measures:
             self.baseline_ms.append(outcome.verify_ms + outcome.host_ms)
         plain_ms = self._costs.round_ms(PLAIN, 0) if self._costs.known else 0.0
         if self._plan.ms and plain_ms:

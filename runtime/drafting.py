@@ -76,13 +76,9 @@ class Drafting:
         Raises:
             UsageError: A method's drafter cannot be had in this bundle.
         """
-        weighs = options.accept == "rejection" and not options.greedy
-        guards = {}
-        for method in self.methods(options.method or PLAIN):
-            drafter = self.drafter(method)
-            if isinstance(drafter, SamplingDrafter):
-                drafter.sample = weighs
-            guards[method] = GuardedDrafter(drafter)
+        self.prepare(options)
+        weighs = _weighs(options)
+        guards = {method: GuardedDrafter(self.drafter(method)) for method in self.methods(options.method or PLAIN)}
         samplers = {}
         for method in guards:
             temperature = self._draft_temperature(method, options) if weighs else None
@@ -98,6 +94,13 @@ class Drafting:
             baseline=options.measure_baseline,
             temperature=options.temperature,
         )
+
+    def prepare(self, options: Options) -> None:
+        """Opens a reply's drafters, and tells them whether it weighs their laws."""
+        for method in self.methods(options.method or PLAIN):
+            drafter = self.drafter(method)
+            if isinstance(drafter, SamplingDrafter):
+                drafter.sample = _weighs(options)
 
     def close(self) -> None:
         """Frees the drafters."""
@@ -132,3 +135,8 @@ class Drafting:
         if options.draft_temperature is not None or not tuned:
             return options.draft_temperature
         return tuned[min(tuned, key=lambda each: abs(float(each) - options.temperature))]
+
+
+def _weighs(options: Options) -> bool:
+    """Whether drafts are drawn from a law that the verifier weighs."""
+    return options.accept == "rejection" and not options.greedy

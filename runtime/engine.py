@@ -21,7 +21,7 @@ from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.generation import Generation
 from specedge.runtime.opening import Opener
-from specedge.runtime.options import AUTO, Options
+from specedge.runtime.options import AUTO, Options, override
 from specedge.runtime.providers import default_threads
 from specedge.runtime.session import Session
 from specedge.runtime.text import Text
@@ -101,12 +101,20 @@ class Engine:
         """What was measured of this bundle on this device."""
         return self.drafting.tuning
 
-    def generate(self, prompt: str | Sequence[int], options: Options | None = None, **overrides: Any) -> Generation:
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        options: Options | None = None,
+        *,
+        asked: float | None = None,
+        **overrides: Any,
+    ) -> Generation:
         """Starts a reply.
 
         Args:
             prompt: Text, encoded as it stands (no chat template), or token ids.
             options: Options of the reply.
+            asked: When it was asked for, in `time.perf_counter` seconds: deadlines count from then. None: now.
             **overrides: Single options by name, on top of `options`.
 
         Returns:
@@ -117,8 +125,8 @@ class Engine:
             UsageError: An option is out of range, or the bundle lacks the method.
         """
         if isinstance(prompt, str):
-            return self.start(self.text.encode(prompt), options or Options(), overrides, continues=True)
-        return self.start(_token_ids(prompt), options or Options(), overrides)
+            return self.start(self.text.encode(prompt), options or Options(), overrides, continues=True, asked=asked)
+        return self.start(_token_ids(prompt), options or Options(), overrides, asked=asked)
 
     def start(
         self,
@@ -128,15 +136,17 @@ class Engine:
         on_finish: Callable[[Finish], None] | None = None,
         *,
         continues: bool = False,
+        asked: float | None = None,
     ) -> Generation:
         """`generate` for token ids; `on_finish` is called when the reply has ended."""
-        started = perf_counter()
-        chosen = _with(options, overrides)
+        started = perf_counter() if asked is None else asked
+        chosen = override(options, overrides)
         method = self.resolve_method(chosen.method)
+        self._check_open()
+        self._check_prompt(ids)
+        self._unwant_running()
         with self._session.lock:
-            if self._closed:
-                raise UsageError("this engine is closed: open another")
-            self._check_prompt(ids)
+            self._check_open()
             self._end_running()
             seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
             chosen = replace(chosen, method=method, seed=seed)
@@ -160,8 +170,14 @@ class Engine:
             self._running = None
 
     def resume(self, generation: Generation) -> None:
-        """Ends the running reply and goes on with a suspended one."""
+        """Ends the running reply and goes on with a suspended one.
+
+        Raises:
+            UsageError: The engine is closed.
+        """
+        self._unwant_running()
         with self._session.lock:
+            self._check_open()
             self._end_running()
             generation.resume()
             self._running = generation
@@ -191,12 +207,14 @@ class Engine:
 
     def reset(self) -> None:
         """Ends the running reply and forgets all cached tokens."""
+        self._unwant_running()
         with self._session.lock:
             self._end_running()
             self._session.rewind(0)
 
     def close(self) -> None:
         """Ends the running reply and frees the models. A closed engine may be closed again."""
+        self._unwant_running()
         with self._session.lock:
             if self._closed:
                 return
@@ -237,18 +255,19 @@ class Engine:
         if min(ids) < 0 or max(ids) >= vocab:
             raise PromptError(f"the prompt has a token id outside the vocabulary of {vocab:,}")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this engine is closed: open another")
+
+    def _unwant_running(self) -> None:
+        """Tells the running reply to end after its round, in whichever thread it runs."""
+        if (running := self._running) is not None:
+            running.unwant()
+
     def _end_running(self) -> None:
         if self._running is not None:
             self._running.close()
             self._running = None
-
-
-def _with(options: Options, overrides: dict[str, Any]) -> Options:
-    known = options.__dataclass_fields__
-    unknown = sorted(set(overrides) - set(known))
-    if unknown:
-        raise UsageError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
-    return replace(options, **overrides)
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

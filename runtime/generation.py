@@ -64,11 +64,12 @@ class Generation:
         deadline = Deadline(started, options.deadline_ms, options.max_step_ms, drafting.costs)
         self._stop = StopRule(eos, limit, self._reply.push, deadline.over)
         self._verifier = verifier_for(options)
+        self._drafting = drafting
         self._director: Director = drafting.director(options, len(prompt), deadline)
         self._sampler = NumpySampler(options, len(prompt), options.seed or 0)
         self._loop = self._start()
         self._rounds: list[Round] = []
-        self._overtime = False
+        self._overtime = self._suspended = self._unwanted = False
         self._queue: deque[Token] = deque()
         self._notices: deque[Notice] = deque()
         self._notes: list[str] = []
@@ -85,6 +86,10 @@ class Generation:
     def _next(self) -> Event:
         if self.finish is not None:
             raise StopIteration
+        if self._suspended:
+            raise ValueError("a suspended reply has to be resumed first")
+        if self._unwanted:
+            return self._end("cancelled")
         if not self._queue and not self._ended:
             try:
                 self._advance()
@@ -99,10 +104,18 @@ class Generation:
         return self._end(self._reason)
 
     def close(self) -> None:
-        """Ends the reply; tokens not yet taken from the iterator are dropped as if never drawn."""
+        """Ends the reply; tokens not yet taken from the iterator are dropped as if never drawn.
+
+        From another thread than the one that iterates, it ends after the round that runs.
+        """
+        self.unwant()
         with self._session.lock:
             if self.finish is None:
                 self._end(self._reason if self._ended and not self._queue else "cancelled")
+
+    def unwant(self) -> None:
+        """Lets the thread that iterates end the reply after its round: the lock alone would make others wait."""
+        self._unwanted = True
 
     @property
     def at_round_end(self) -> bool:
@@ -114,9 +127,14 @@ class Generation:
         if not self.at_round_end or self.finish is not None:
             raise ValueError("a reply can be suspended between its rounds only")
         self._loop.close()
+        self._suspended = True
 
     def resume(self) -> None:
-        """Goes on where `suspend` left off, with the tokens that it would have had."""
+        """Goes on where `suspend` left off; greedy and exact with the tokens that it would have had."""
+        if not self._suspended:
+            raise ValueError("a reply that is not suspended cannot be resumed")
+        self._suspended = False
+        self._drafting.prepare(self.options)
         self._session.begin([*self._prompt, *(token.id for token in self._seen)])
         self._loop = self._start()
 
@@ -150,11 +168,13 @@ class Generation:
         if outcome is None:  # time was called
             self._overtime = True
             return
+        if self._rounds and outcome.prefill:  # it was suspended: to the reply this is a round like any other
+            outcome = replace(outcome, prefill=False)
         self._rounds.append(outcome)
         self._notes += self._director.notices
         self._notices.extend(map(Notice, self._director.notices))
         self._director.notices.clear()
-        if outcome.prefill and len(self._rounds) == 1:
+        if outcome.prefill:
             self._ttft_ms = 1e3 * (perf_counter() - self._started)
         own: Origin = "correction" if outcome.corrected else "bonus"
         for index, (token, text) in enumerate(zip(outcome.tokens, self._stop.texts, strict=True)):
@@ -169,7 +189,8 @@ class Generation:
         if unseen:
             self._rounds[-1] = trim(self._rounds[-1], len(self._rounds[-1].tokens) - unseen)
             self._queue.clear()
-        self._session.cut(len(self._prompt) + len(self._seen))
+        if not self._suspended:  # else the cache is another reply's
+            self._session.cut(len(self._prompt) + len(self._seen))
         stats = total(
             self._rounds,
             method=self.options.method or "none",

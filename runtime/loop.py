@@ -64,7 +64,7 @@ def generate(
         context = Context(tokens, rows, sampler)
         most = min(stop.room() - 1, target.capacity - len(tokens))
         draft = director.propose(context, most) if rows is not None and most > 0 else EMPTY_DRAFT
-        drafted = perf_counter() if draft.tokens else started
+        drafted = perf_counter() if rows is not None else started
         passed = target.forward(tokens[target.length :], draft)
         verified = perf_counter()
         verdict = verifier.judge(draft, passed.logits, context)

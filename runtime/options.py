@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 from specedge.runtime.errors import UsageError
 
-__all__ = ["ACCEPT_MODES", "AUTO", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "POLICIES", "Options"]
+__all__ = ["ACCEPT_MODES", "AUTO", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "POLICIES", "Options", "override"]
 
 ACCEPT_MODES = ("exact", "rejection", "typical")
 POLICIES = ("fixed", "speed", "thresholds", "steps")
@@ -107,6 +109,8 @@ class Options:
             _range("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, hint="; to decode plainly use method none")
         if self.draft_temperature is not None:
             _range("draft_temperature", self.draft_temperature, 0.0, 100.0, open_low=True)
+        if not isinstance(self.method, (str, type(None))):
+            raise UsageError(f"method is {self.method!r}: give a name, or None")
         if self.policy is not None:
             _choice("policy", self.policy, POLICIES)
         if self.method == AUTO and self.policy not in (None, "speed"):
@@ -120,6 +124,19 @@ class Options:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def override(options: Options, overrides: Mapping[str, Any]) -> Options:
+    """Options with single ones replaced by name.
+
+    Raises:
+        UsageError: There is no such option, or it is out of range.
+    """
+    known = options.__dataclass_fields__
+    unknown = sorted(set(overrides) - set(known))
+    if unknown:
+        raise UsageError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+    return replace(options, **overrides)
 
 
 def _whole(name: str, value: object) -> object:
@@ -140,7 +157,10 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _range(name: str, value: float, low: float, high: float, *, open_low: bool = False, hint: str = "") -> None:
-    inside = isinstance(value, Real) and math.isfinite(value) and low <= value <= high
+    try:
+        inside = isinstance(value, Real) and math.isfinite(value) and low <= value <= high
+    except OverflowError:  # a whole number that no float holds
+        inside = False
     if not inside or isinstance(value, bool) or (open_low and value == low):
         above = "more than " if open_low else ""
         raise UsageError(f"{name} is {value!r}: give a number from {above}{low} to {high}{hint}")

@@ -57,12 +57,14 @@ class View:
         ready: Methods whose drafters are well.
         offers: Drafts that cost nothing, made already, by method.
         matched: Tokens before the newest that prompt lookup found again; 0: none.
+        fits: How many of so many nodes of a method a deadline leaves time for.
     """
 
     most: int
     ready: Sequence[str]
     offers: Mapping[str, Draft] = field(default_factory=dict)
     matched: int = 0
+    fits: Callable[[str, int], int] = lambda method, nodes: nodes
 
 
 class Policy(Protocol):
@@ -222,7 +224,7 @@ class Speed:
         method, most = candidate.method, len(passes) - 1
         if method in self.peeks:
             most = min(most, len(view.offers[method].tokens) if method in view.offers else 0)
-        gains = self._gain(candidate).expected(most)
+        gains = self._gain(candidate).expected(view.fits(method, most))
         best: Plan | None = None
         whole, one = self._costs.draft_ms(method, 1), self._costs.draft_ms(method, 2)
         each = one - whole

@@ -57,12 +57,12 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         numbers = {"bandwidth_gbs": self.bandwidth_gbs, **{f"tflops {key}": each for key, each in self.tflops.items()}}
         for name, value in numbers.items():
-            if not 0 < value < 1e9:
+            if not 1e-3 <= value <= 1e6:
                 raise ValueError(f"{name} is {value}")
         if (
             not self.tflops
             or not 0 <= self.overlap <= 1
-            or not 0 < self.efficiency <= 1
+            or not 0.01 <= self.efficiency <= 1
             or not 0 <= self.launch_us < 1e6
         ):
             raise ValueError("tflops, overlap (0 to 1), efficiency (0 to 1) or launch_us out of range")
@@ -179,6 +179,8 @@ def read_profile(name: str) -> DeviceProfile:
     """
     path = _FOLDER / f"{name}.json" if name in profile_names() else Path(name)
     try:
+        if not path.is_file():
+            raise FileNotFoundError
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError("larger than a profile can be")
         values = fields_of(DeviceProfile, parse_json(path.read_text(encoding="utf-8")), "the profile")
@@ -190,7 +192,7 @@ def read_profile(name: str) -> DeviceProfile:
         raise UsageError(
             f"{name}: no device profile of this name and no such file; the names are {', '.join(profile_names())}, this"
         ) from None
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise UsageError(f"{path}: no device profile ({one_line(error)}); see docs/tuning.md") from None
 
 

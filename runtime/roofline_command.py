@@ -46,7 +46,8 @@ def predict_for(folder: Path, profile: str, threads: int | None, out: Path | Non
     count = default_threads() if threads is None else threads
     tuning = read_tuning(bundle, count)
     if tuning is None:
-        raise UsageError(f"{folder}: acceptance was not measured here yet; do that first: specedge tune {folder}")
+        first = f"specedge tune {folder} --threads {count}"
+        raise UsageError(f"{folder}: acceptance was not measured here yet; do that first: {first}")
     device = measure_profile() if profile == THIS else read_profile(profile)
     blocks = {bundle.manifest.name: predict_bundle(bundle.manifest, device, tuning)}
     if profile != THIS:
@@ -139,9 +140,9 @@ def _row_ms(spec: GraphSpec, device: DeviceProfile) -> float:
 
 def _heads_ms(manifest: Manifest, method: str, device: DeviceProfile) -> float:
     """Heads load their weights, and start a few kernels each."""
-    if method == LOOKUP:
+    heads = next(iter(manifest.heads.values()), None)
+    if method == LOOKUP or heads is None:
         return 0.0
-    heads = next(iter(manifest.heads.values()))
     loaded = heads.weight_bytes / (device.bandwidth_gbs * 1e6 * device.efficiency)
     return loaded + 1e-3 * device.launch_us * 16 * heads.heads
 
@@ -160,7 +161,8 @@ def _table(device: DeviceProfile, blocks: Mapping[str, Sequence[Prediction]], me
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"PREDICTED for {escape(device.name)}: {device.bandwidth_gbs:.0f} GB/s; nothing was run there")
+    source = f"{escape(device.name)}, from its {device.bandwidth_gbs:.0f} GB/s"
+    table = Table(title=f"PREDICTED for {source}; nothing was run")
     headings = ["model", "method", "draft length", "τ", "tokens/s predicted"]
     for heading in [*headings, *(["measured here", "off by"] if measured is not None else [])]:
         table.add_column(heading, justify="left" if heading in ("model", "method") else "right")
@@ -169,7 +171,8 @@ def _table(device: DeviceProfile, blocks: Mapping[str, Sequence[Prediction]], me
             cells = [escape(name), escape(each.method), str(each.draft_length), f"{each.tau:.2f}"]
             cells.append(f"{each.tokens_per_second:.1f}")
             if measured is not None:
-                real = 1e3 / measured.choices[each.method].measured_ms
-                cells += [f"{real:.1f}", f"{100 * (each.tokens_per_second / real - 1):+.0f} %"]
+                real = 1e3 * measured.speed(each.method)
+                off = f"{100 * (each.tokens_per_second / real - 1):+.0f} %" if real else "-"
+                cells += [f"{real:.1f}", off]
             table.add_row(*cells)
     return table

@@ -7,7 +7,8 @@ there is a newer picture. An engine makes one reply at a time, on one worker thr
 - A request of a topic takes the place of an older one of that topic: one that waits is dropped, one
   that runs is ended after its round, with what it said so far.
 - A request of a higher priority than the one that runs puts that one back into the queue. What it
-  said is kept: it goes on later from there, with the same tokens that it would have had.
+  said is kept: it goes on later from there, greedy and exact replies with the tokens that they would
+  have had.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
-from specedge.runtime.engine import Engine
+from specedge.runtime.engine import Engine, Generation
 from specedge.runtime.errors import UsageError
 from specedge.runtime.events import Event, Finish, Token
-from specedge.runtime.options import Options
+from specedge.runtime.options import AUTO, Options, override
+from specedge.runtime.stats import total
 
 __all__ = ["Request", "Scheduler"]
 
@@ -34,27 +36,35 @@ class Request:
     Attributes:
         priority: Higher goes first.
         topic: Of one topic only the latest request is answered; None: it stands alone.
+        asked: When it was asked for: its deadline counts from then.
     """
 
-    def __init__(self, prompt: str | Sequence[int], options: Options, priority: int, topic: str | None) -> None:
-        self.priority, self.topic = priority, topic
-        self._prompt, self._options = prompt, options
-        self._events: SimpleQueue[Event | BaseException] = SimpleQueue()
+    def __init__(
+        self,
+        prompt: str | Sequence[int],
+        options: Options,
+        priority: int,
+        topic: str | None,
+        cancel: Callable[[Request], None],
+    ) -> None:
+        self.priority, self.topic, self.asked = priority, topic, perf_counter()
+        self._prompt, self._options, self._cancel = prompt, options, cancel
+        self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._done = threading.Event()
         self._finish: Finish | None = None
         self._error: BaseException | None = None
-        self._generation: Any = None
+        self._generation: Generation | None = None
         self._dropped = self._preempted = False
 
     def __iter__(self) -> Iterator[Event]:
-        """Its events as they come; the last is its `Finish`."""
-        while True:
+        """Its events as they come; the last is its `Finish`. Each is given once."""
+        while not (self._done.is_set() and self._events.empty()):
             event = self._events.get()
-            if isinstance(event, BaseException):
-                raise event
+            if event is None:
+                break
             yield event
-            if isinstance(event, Finish):
-                return
+        if self._error is not None:
+            raise self._error
 
     def result(self, timeout: float | None = None) -> Finish:
         """Waits for its end.
@@ -72,7 +82,7 @@ class Request:
 
     def cancel(self) -> None:
         """Ends it: at once where it waits, after its round where it runs."""
-        self._dropped = True
+        self._cancel(self)
 
     @property
     def done(self) -> bool:
@@ -81,8 +91,17 @@ class Request:
 
     def _end(self, finish: Finish | None, error: BaseException | None = None) -> None:
         self._finish, self._error = finish, error
+        self._events.put(finish)
         self._done.set()
-        self._events.put(error if finish is None and error is not None else finish)  # type: ignore[arg-type]
+
+    def _end_waiting(self) -> None:
+        """Ends one that waits: with what it said so far, if it ever ran."""
+        if self._generation is not None:
+            self._generation.close()
+            self._end(self._generation.finish)
+            return
+        stats = total([], method=self._options.method or AUTO, lossless=True, prompt_tokens=0, cached_tokens=0)
+        self._end(Finish("cancelled", "", (), (), stats))
 
 
 class Scheduler:
@@ -97,7 +116,7 @@ class Scheduler:
         self._engine, self._most = engine, most
         self._waiting: list[tuple[int, int, Request]] = []
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._running: Request | None = None
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="specedge-scheduler", daemon=True)
@@ -115,23 +134,27 @@ class Scheduler:
         """Asks for a reply.
 
         Args:
-            prompt, options, overrides: As `Engine.generate` takes them.
+            prompt, options, overrides: As `Engine.generate` takes them. A deadline counts from now.
             priority: Higher goes first, and ahead of what runs.
             topic: Takes the place of older requests of this topic.
 
         Raises:
             UsageError: The queue is full, or closed, or an option is out of range.
         """
-        chosen = replace(options or Options(), **overrides)
-        request = Request(prompt, chosen, priority, topic)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UsageError(f"priority is {priority!r}: give a whole number")
+        if not isinstance(topic, (str, type(None))):
+            raise UsageError(f"topic is {topic!r}: give a text, or None")
+        request = Request(prompt, override(options or Options(), overrides), priority, topic, self._cancel)
         with self._changed:
             if self._closed:
                 raise UsageError("this scheduler is closed: make another")
-            if topic is not None:
-                self._drop(topic)
-            if len(self._waiting) >= self._most:
+            older = [each for each in self._all() if topic is not None and each.topic == topic]
+            if len(self._waiting) - sum(each is not self._running for each in older) >= self._most:
                 raise UsageError(f"{self._most} requests wait already: ask again later, or cancel some")
-            self._put(request)
+            for each in older:
+                self._cancel(each)
+            self._put(request, next(self._numbers))
             if self._running is not None and priority > self._running.priority:
                 self._running._preempted = True
         return request
@@ -140,10 +163,8 @@ class Scheduler:
         """Ends what runs after its round, and drops what waits."""
         with self._changed:
             self._closed = True
-            for _, _, request in self._waiting:
-                request.cancel()
-            if self._running is not None:
-                self._running.cancel()
+            for request in self._all():
+                self._cancel(request)
             self._changed.notify()
         self._worker.join()
 
@@ -153,14 +174,22 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _put(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (-request.priority, next(self._numbers), request))
+    def _all(self) -> list[Request]:
+        running = [] if self._running is None else [self._running]
+        return [*(request for _, _, request in self._waiting), *running]
+
+    def _put(self, request: Request, number: int) -> None:
+        heapq.heappush(self._waiting, (-request.priority, number, request))
         self._changed.notify()
 
-    def _drop(self, topic: str) -> None:
-        for request in (*(each for _, _, each in self._waiting), self._running):
-            if request is not None and request.topic == topic:
-                request.cancel()
+    def _cancel(self, request: Request) -> None:
+        with self._changed:
+            request._dropped = True
+            waiting = [each for each in self._waiting if each[2] is not request]
+            if len(waiting) < len(self._waiting):
+                self._waiting = waiting
+                heapq.heapify(self._waiting)
+                request._end_waiting()
 
     def _work(self) -> None:
         while True:
@@ -176,18 +205,18 @@ class Scheduler:
                 self._running = None
                 if back:  # with its old number: it stays ahead of those that came later
                     request._preempted = False
-                    heapq.heappush(self._waiting, (-request.priority, number, request))
+                    self._put(request, number)
+                    if request._dropped:
+                        self._cancel(request)
 
     def _run(self, request: Request) -> bool:
         """Answers a request as far as it may; whether it has to go on later."""
         try:
             if request._generation is None:
-                request._generation = self._engine.generate(request._prompt, request._options)
+                request._generation = self._engine.generate(request._prompt, request._options, asked=request.asked)
             else:
                 self._engine.resume(request._generation)
             generation = request._generation
-            if request._dropped:
-                generation.close()
             for event in generation:
                 if isinstance(event, Finish):
                     request._end(event)

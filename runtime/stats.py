@@ -24,7 +24,8 @@ def trim(last: Round, seen: int) -> Round:
     unseen = len(last.tokens) - seen
     accepted = min(last.accepted, seen)
     evaluated = min(last.evaluated, max(accepted, last.evaluated - unseen))
-    return replace(last, tokens=last.tokens[:seen], accepted=accepted, evaluated=evaluated)
+    corrected = last.corrected and seen > last.accepted
+    return replace(last, tokens=last.tokens[:seen], accepted=accepted, evaluated=evaluated, corrected=corrected)
 
 
 def total(
@@ -34,7 +35,7 @@ def total(
     lossless: bool,
     prompt_tokens: int,
     cached_tokens: int,
-    ttft_ms: float,
+    ttft_ms: float = 0.0,
     baseline_ms: Sequence[float] = (),
     forecast: float | None = None,
     notes: Sequence[str] = (),

@@ -52,6 +52,8 @@ def tune(
         check_plotting()
     share_threads(threads)
     if profile is not None:
+        if prompts is not None or picture is not None:
+            raise UsageError("--prompts and --plot go with a measurement; leave them out with --device-profile")
         from specedge.runtime.roofline_command import predict_for
 
         predict_for(bundle, profile, threads, out)
@@ -73,13 +75,14 @@ def _measure(bundle: Path, prompts: Path | None, threads: int | None) -> tuple[R
     from specedge.runtime.prompts import read_prompts
     from specedge.runtime.providers import default_threads
     from specedge.runtime.tune import tune as measure
-    from specedge.runtime.tuning import write_tuning
+    from specedge.runtime.tuning import check_tuning_writable, write_tuning
     from specedge.runtime.tuning_prompts import TUNING_PROMPTS
 
     asked = TUNING_PROMPTS if prompts is None else tuple(read_prompts(prompts, labelled=False))
     count = default_threads() if threads is None else threads
     with Engine(bundle, threads=threads, tuned=False) as engine, Phases() as phases:
         ids = [engine.text.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in asked]
+        check_tuning_writable(engine.bundle, count)
         fitting = [each for each in ids if len(each) <= min(_LONGEST_PROMPT, engine.capacity // 2)][:_MOST_PROMPTS]
         if not fitting:
             raise UsageError(f"no prompt has at most {_LONGEST_PROMPT} tokens: give shorter ones")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -16,10 +15,20 @@ from typing import Any
 
 from specedge.runtime.bundle import Bundle, Manifest
 from specedge.runtime.errors import StorageError
-from specedge.runtime.files import write_text
+from specedge.runtime.files import check_writable, write_text
 from specedge.runtime.schema import fields_of, mapping_of, one_line, parse_json
 
-__all__ = ["FOLDER", "Choice", "Tuning", "device_name", "read_tuning", "tuning_path", "write_tuning"]
+__all__ = [
+    "FOLDER",
+    "Choice",
+    "Tuning",
+    "check_tuning_writable",
+    "device_name",
+    "new_tuning",
+    "read_tuning",
+    "tuning_path",
+    "write_tuning",
+]
 
 FOLDER = "tuning"
 _MOST_BYTES = 1 << 20
@@ -94,17 +103,20 @@ def read_tuning(bundle: Bundle, threads: int) -> Tuning | None:
     It is no part of what the manifest lists, so nothing in it is believed that could do more than cost time.
     """
     path = tuning_path(bundle, threads)
-    if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
+    if not os.path.lexists(path):
         return None
+    again = f"write it again with: specedge tune {bundle.folder} --threads {threads}"
     try:
+        if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
+            raise ValueError("a link, a folder or a device")
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError("larger than a tuning can be")
         tuning = _tuning(parse_json(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError, OverflowError, OSError) as error:
-        _LOG.warning("%s is left out: %s; write it again with: specedge tune %s", path, one_line(error), bundle.folder)
+        _LOG.warning("%s is left out: %s; %s", path, one_line(error), again)
         return None
     if tuning.target != _target(bundle.manifest):
-        _LOG.warning("%s is of another export; write it again with: specedge tune %s", path, bundle.folder)
+        _LOG.warning("%s is of another export; %s", path, again)
         return None
     return tuning
 
@@ -115,13 +127,25 @@ def write_tuning(bundle: Bundle, tuning: Tuning) -> Path:
     Raises:
         StorageError: It cannot be written.
     """
-    path = tuning_path(bundle, tuning.threads)
+    path = check_tuning_writable(bundle, tuning.threads)
+    write_text(path, json.dumps(dataclasses.asdict(tuning), indent=1) + "\n")
+    return path
+
+
+def check_tuning_writable(bundle: Bundle, threads: int) -> Path:
+    """Where a tuning will be written, looked at before any work is done.
+
+    Raises:
+        StorageError: It cannot be written there.
+    """
+    path = tuning_path(bundle, threads)
+    if path.parent.is_symlink() or path.is_symlink():
+        raise StorageError(f"{path}: a link, or behind one; copy the bundle with its contents")
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise StorageError(f"{path.parent}: cannot be made ({error.strerror}); make the bundle writable") from None
-    write_text(path, json.dumps(dataclasses.asdict(tuning), indent=1) + "\n")
-    return path
+    return check_writable(path)
 
 
 def new_tuning(bundle: Bundle, **measured: Any) -> Tuning:
@@ -160,9 +184,11 @@ def _tuning(raw: Any) -> Tuning:
         for key, value in mapping_of(values["choices"], "choices").items()
     }
     values["temperatures"] = {
-        method: {f"{float(key):g}": _ms(value) for key, value in mapping_of(best, "temperatures").items()}
+        method: {f"{_temperature(key):g}": _temperature(value) for key, value in mapping_of(best, "it").items()}
         for method, best in mapping_of(values.get("temperatures", {}), "temperatures").items()
     }
+    if "none" not in values["choices"]:
+        raise ValueError("no choice for plain decoding")
     return Tuning(**values)
 
 
@@ -180,9 +206,16 @@ def _whole(value: Any, least: int = 1) -> int:
 
 
 def _ms(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-6 <= value <= 1e6:
         raise ValueError(f"{one_line(value)} is no time")
     return float(value)
+
+
+def _temperature(value: Any) -> float:
+    number = float(value)
+    if not 0 < number <= 100:
+        raise ValueError(f"{one_line(value)} is no temperature")
+    return number
 
 
 def _pair(value: Any) -> tuple[float, float]:

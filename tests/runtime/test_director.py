@@ -17,7 +17,7 @@ from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.none import NoDrafter
 from specedge.runtime.loop import generate
 from specedge.runtime.options import Options
-from specedge.runtime.policy import Fixed
+from specedge.runtime.policy import Fixed, Plan
 from specedge.runtime.sampler import NumpySampler
 from specedge.runtime.stopping import StopRule
 from specedge.runtime.verifiers import verifier_for
@@ -152,12 +152,35 @@ def test_time_is_called_between_the_pieces_of_a_prompt_and_between_rounds():
     assert some == plain[:4]  # three pieces, then rounds
 
 
+def test_a_wrong_idea_of_passes_is_given_up():
+    costs = Costs({1: 1000.0}, {}, measured=True)
+    for _ in range(200):
+        deadline = Deadline(perf_counter(), 50, None, costs)
+        deadline.over()
+        if not deadline.over():
+            break
+    assert costs.pass_ms(1) <= 50
+
+
+def test_a_plan_that_a_deadline_cuts_to_nothing_is_a_plain_round():
+    costs = Costs({1: 10.0, 11: 20.0}, {"model": (0.0, 5.0)}, measured=True)
+    policy = Anything(["model"], 1)
+    policy.plan = lambda view: Plan("model", 8, tokens=5.0, ms=9.0)
+    guard = GuardedDrafter(ModelDrafter("model", FakeTarget(TARGET, VOCAB, 512)))
+    director = Director({"model": guard}, policy, costs, deadline=Deadline(perf_counter(), None, 11.0, costs))
+    rounds = []
+    decode(director, Options(), limit=5, rounds=rounds)
+    assert all(plan.method == "none" for plan, _ in policy.recorded)
+    assert not any(item.draft.tokens for item in rounds) and director.forecast.speedup is None
+
+
 def test_a_deadline_by_what_passes_take():
     costs = Costs({1: 10.0, 11: 20.0}, {"model": (0.0, 5.0)}, measured=True)
     now = perf_counter()
     assert not Deadline(now, None, None, costs).over()
     assert not Deadline(now, 1000, None, costs).over()
-    assert Deadline(now, 5, None, costs).over()
+    short = Deadline(now, 500, None, Costs({1: 1000.0}, {}, measured=True))
+    assert [short.over() for _ in range(3)] == [False, True, True]  # the first pass is made while there is time
     assert Deadline(now - 1, 1000, None, costs).over()
     assert Deadline(now, None, None, costs).affordable("model", 8) == 8
     # 3 tokens: 15 + 13 + .15, with a margin of a few per cent; 4 would take 34

@@ -65,6 +65,7 @@ def test_every_policy_gives_the_same_reply_and_says_what_it_did(engine, policy, 
     stats = finish.stats
     assert finish.ids == plain.ids
     assert sum(stats.rounds.values()) == stats.passes == stats.corrected + stats.bonus
+    assert stats.accepted + stats.corrected + stats.bonus == stats.decoded
     assert stats.discarded == stats.proposed - stats.accepted >= 0
     assert sum(stood for _, stood in stats.depths) == stats.accepted
     assert sum(tested for tested, _ in stats.depths) == stats.evaluated
@@ -278,6 +279,8 @@ def test_prompts_that_cannot_be_run(engine, prompt, message):
         ({"deadline_ms": 0}, "deadline_ms is 0: give a number from more than 0.0"),
         ({"deadline_ms": float("inf")}, "deadline_ms is inf"),
         ({"max_step_ms": "10"}, "max_step_ms is '10'"),
+        ({"deadline_ms": 10**400}, "deadline_ms is 1000"),
+        ({"method": 5}, "method is 5: give a name"),
         ({"measure_baseline": 1}, "measure_baseline is 1: give True or False"),
         ({"tempreature": 1}, "unknown option tempreature; the options are method, accept"),
     ],

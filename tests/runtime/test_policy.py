@@ -71,6 +71,24 @@ def test_an_outlier_counts_for_little_and_a_prompt_for_nothing():
     assert costs.high(10) > 10
 
 
+def test_a_first_draft_may_have_run_a_prompt_and_says_nothing():
+    costs = Costs({1: 1.0}, {"model": (0.0, 0.5), "heads": (0.1, 0.0)})
+    costs.record(made(verify=10))
+    costs.record(made(4, 4, draft=900))
+    assert costs.draft_ms("model", 4) == pytest.approx(20, rel=0.3)
+    for _ in range(3):
+        costs.record(made(4, 4, draft=8))
+    assert costs.draft_ms("model", 4) == pytest.approx(8, rel=0.05)
+    costs.record(made(2, 2, by="heads", draft=1))
+    costs.record(made(4, 4, draft=900))  # it caught up
+    assert costs.draft_ms("model", 4) == pytest.approx(8, rel=0.05)
+
+
+def test_a_wider_pass_never_takes_less():
+    costs = Costs({1: 10.0, 12: 30.0, 17: 20.0}, {}, measured=True)
+    assert costs.pass_ms(17) == costs.pass_ms(12) == costs.pass_ms(64) == pytest.approx(30)
+
+
 # ---- gains ----------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -100,6 +101,109 @@ def test_errors_reach_who_waits_and_the_queue_goes_on(engine):
             queue.submit(PROMPT, draft_length=0)
     with pytest.raises(UsageError, match="closed"):
         queue.submit(PROMPT)
+
+
+def test_what_waits_is_ended_at_once_and_makes_room(engine, monkeypatch):
+    gate = _Gate(engine, monkeypatch, 2)
+    with Scheduler(engine, most=2) as queue:
+        running = queue.submit(PROMPT, LONG)
+        assert gate.reached.wait(20)
+        views = [queue.submit(OTHER, max_tokens=2, topic="camera") for _ in range(9)]
+        assert [each.result(0).reason for each in views[:-1]] == ["cancelled"] * 8
+        other = queue.submit(OTHER, max_tokens=2)
+        with pytest.raises(UsageError, match="2 requests wait already"):
+            queue.submit(OTHER)
+        other.cancel()
+        assert other.result(0).reason == "cancelled"
+        assert list(other)[-1].reason == "cancelled" and list(other) == []
+        gate.open.set()
+        assert views[-1].result(20).reason == "length"
+        assert running.result(20).reason == "length"
+
+
+def test_a_deadline_counts_from_the_request(engine, monkeypatch):
+    gate = _Gate(engine, monkeypatch, 2)
+    with Scheduler(engine) as queue:
+        queue.submit(PROMPT, max_tokens=6)
+        assert gate.reached.wait(20)
+        late = queue.submit(OTHER, max_tokens=40, deadline_ms=30)
+        time.sleep(0.05)
+        gate.open.set()
+        assert (late.result(20).reason, late.result().ids) == ("deadline", ())
+
+
+def test_one_that_was_put_back_and_is_cancelled_keeps_what_it_said(engine, monkeypatch):
+    gate = _Gate(engine, monkeypatch, 3)
+    with Scheduler(engine) as queue:
+        low = queue.submit(PROMPT, LONG)
+        assert gate.reached.wait(20)
+        urgent = queue.submit(OTHER, max_tokens=30, priority=5)
+        said = iter(urgent)
+        gate.open.set()
+        next(said)
+        low.cancel()
+        assert low.result(20).reason == "cancelled" and 0 < len(low.result().ids) < 60
+        *_, alone = (urgent.result(20),)
+    *_, plain = engine.generate(OTHER, max_tokens=30)
+    assert alone.ids == plain.ids
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"priority": "high"}, "priority is 'high'"),
+        ({"topic": 3}, "topic is 3"),
+        ({"bogus": 1}, "unknown option bogus"),
+    ],
+)
+def test_requests_that_make_no_sense(engine, given, message):
+    with Scheduler(engine) as queue, pytest.raises(UsageError, match=message):
+        queue.submit(PROMPT, **given)
+
+
+def test_a_suspended_reply_leaves_the_cache_to_others(engine):
+    first = engine.generate(PROMPT, LONG)
+    taken = [next(first).id for _ in range(3)]
+    while not first.at_round_end:
+        taken.append(next(first).id)
+    engine.suspend(first)
+    with pytest.raises(ValueError, match="has to be resumed"):
+        next(first)
+    second = engine.generate(OTHER, max_tokens=20)
+    half = [next(second).id for _ in range(5)]
+    first.close()
+    assert first.finish.ids == tuple(taken)
+    *_, end = second
+    assert end.ids[:5] == tuple(half) and len(end.ids) == 20
+    with pytest.raises(ValueError, match="not suspended"):
+        second.resume()
+
+
+def test_statistics_add_up_over_a_suspension(engine):
+    *_, whole = engine.generate(PROMPT, LONG)
+    reply = engine.generate(PROMPT, LONG)
+    for event in reply:
+        if isinstance(event, Token) and reply.at_round_end:
+            engine.suspend(reply)
+            engine.resume(reply)
+    stats = reply.finish.stats
+    assert reply.finish.ids == whole.ids
+    assert stats.accepted + stats.corrected + stats.bonus == stats.decoded
+    assert sum(stats.rounds.values()) == stats.passes == stats.corrected + stats.bonus
+
+
+def test_another_thread_ends_a_reply_after_its_round(engine, monkeypatch):
+    reply = engine.generate(PROMPT, LONG)
+    forward = engine.target.forward
+    monkeypatch.setattr(engine.target, "forward", lambda *given: (time.sleep(0.01), forward(*given))[1])
+    events = []
+    reader = threading.Thread(target=lambda: events.extend(reply))
+    reader.start()
+    while len(events) < 3:
+        time.sleep(0.001)
+    reply.close()
+    reader.join(20)
+    assert reply.finish.reason == "cancelled" and 3 <= len(reply.finish.ids) < 30
 
 
 def test_a_full_queue_refuses_and_closing_drops_what_waits(engine, monkeypatch):

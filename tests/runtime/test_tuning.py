@@ -21,7 +21,10 @@ from specedge.runtime.gains import TreeGain
 from specedge.runtime.roofline import MODELS, DeviceProfile, Model, pass_ms, predict, profile_names, read_profile
 from specedge.runtime.tuning import Tuning, device_name, read_tuning, tuning_path, write_tuning
 
-PROMPTS = '{"turns": ["hello there"]}\n{"turns": ["the dog and the cat"]}\n'
+PROMPTS = "".join(
+    json.dumps({"question_id": text, "category": "pets", "turns": [text]}) + "\n"
+    for text in ("hello there", "the dog and the cat")
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,10 @@ def test_an_engine_uses_it_and_says_so(tuned):
         (lambda raw: raw.update(gains={"ngram": {"0": [2.0]}}), "from 0 to 1"),
         (lambda raw: raw.update(gains={"ngram": {"0": [0.5] * 65}}), "no list of at most 64 numbers"),
         (lambda raw: raw.update(temperatures={"x": {"hot": 1.0}}), "could not convert"),
+        (lambda raw: raw.update(temperatures={"x": {"0.7": 101}}), "no temperature"),
+        (lambda raw: raw.update(temperatures={"x": {"nan": 1.0}}), "no temperature"),
+        (lambda raw: raw.update(passes={"1": 1e9}), "is no time"),
+        (lambda raw: raw.update(choices={}), "no choice for plain decoding"),
         (lambda raw: raw.update(extra=1), "unknown key"),
         (lambda raw: raw.pop("matches"), "matches is missing"),
         (lambda raw: raw.update(choices={"none": {"draft_length": 0}}), "is missing"),
@@ -115,6 +122,11 @@ def test_what_is_written_is_read_and_lies_where_nothing_is_hashed(tuned, tmp_pat
     assert read_tuning(bundle, 2) is None
     assert device_name("cpu", 3).startswith("cpu-") and device_name("cpu", 3).endswith("-3")
     tuning_path(bundle, 3).unlink()
+    link = tmp_path / "linked"
+    link.mkdir()
+    (link / "tuning").symlink_to(tmp_path)
+    with pytest.raises(StorageError, match="a link"):
+        write_tuning(dataclasses.replace(bundle, folder=link), tuning)
     (tmp_path / "tuning").write_text("a file")
     with pytest.raises(StorageError, match="cannot be made"):
         write_tuning(dataclasses.replace(bundle, folder=tmp_path), tuning)
@@ -128,6 +140,13 @@ def test_wrong_commands(tuned, tmp_path):
         (["tune", str(folder), "--prompts", str(tmp_path / "none.jsonl")], 2, "none.jsonl"),
         (["tune", str(folder), "--threads", "1", "--device-profile", "moon"], 2, "the names are agx-orin, orin-nano"),
         (["tune", str(folder), "--threads", "2", "--device-profile", "thor"], 2, "specedge tune"),
+        (["tune", str(folder), "--device-profile", "thor", "--plot", str(tmp_path / "p.png")], 2, "leave them out"),
+        (["tune", str(folder), "--threads", "1", "--device-profile", "/dev/zero"], 2, "no such file"),
+        (
+            ["bench", str(folder), "--prompts", str(folder.with_name("prompts.jsonl")), "--methods", "none@3"],
+            2,
+            "no draft",
+        ),
         (["tune", str(folder), "--out", str(tmp_path / "a" / "b")], 1, "its folder does not exist"),
     ):
         done = runner.invoke(main, arguments)
@@ -204,7 +223,17 @@ _PROFILE = '{"name": "x", "bandwidth_gbs": %s, "tflops": %s, "launch_us": 1}'
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", _PROFILE % (-1, '{"fp16": 1}'), _PROFILE % (1, "{}"), _PROFILE % (1, 3), "[" * 90_000]
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        _PROFILE % (-1, '{"fp16": 1}'),
+        _PROFILE % (1, "{}"),
+        _PROFILE % (1, 3),
+        _PROFILE % ("9" * 400, '{"fp16": 1}'),
+        "[" * 90_000,
+    ],
 )
 def test_a_file_that_is_no_profile(tmp_path, text):
     path = tmp_path / "device.json"
@@ -221,7 +250,7 @@ def test_the_command_predicts(tuned, tmp_path):
             ["tune", str(folder), "--threads", "1", "--device-profile", name, "--out", str(tmp_path / "p.json")],
         )
         assert done.exit_code == 0, done.output
-        assert "PREDICTED" in done.output and "nothing was run there" in done.output
+        assert "PREDICTED" in done.output and "nothing was run" in done.output
         assert ("measured here" in done.output) == (name == "this")
         assert json.loads((tmp_path / "p.json").read_text())["predicted"]
 
