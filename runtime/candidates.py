@@ -54,7 +54,7 @@ def candidates(methods: Sequence[str], opener: Opener, tuning: Tuning | None) ->
         Candidate(
             method,
             _gain_of(method, opener, tuning),
-            by_match=method in COPIES,
+            copies=COPIES.get(method, 0),
             tells=method in (MEDUSA, MERGED),
         )
         for method in methods

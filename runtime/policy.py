@@ -24,8 +24,10 @@ _PROBE_WORTH = 0.85
 _PLAIN_IDLE = 96
 _LONG_IDLE = 192
 _TRIALS, _TRIAL_LENGTH = 3, 4
-_FADE_IDLE = 0.01
-_FADE_REPLY = 0.5
+_FADE_IDLE = 0.002
+_FADE_REPLY = 0.2
+_PROMISE_KEPT = 0.95
+_PROMISE_TRUST = 2.0
 _LOOKUPS = 4
 _MORE = 4
 
@@ -148,23 +150,25 @@ class Candidate:
     Attributes:
         method: Its name.
         gain: Makes an estimate of how many of its tokens stand, given how many tokens lookup found again.
-        by_match: Whether that depends on what prompt lookup found: it copies.
+        copies: It copies where lookup has found so many tokens again, or more, and what stands then depends on how
+            many; 0: it never copies.
         tells: Whether its drafter tells how likely each node is, and leaves out those that are not worth it: it
             may then draft more than is best on average.
     """
 
     method: str
     gain: Callable[[int], Gain]
-    by_match: bool = False
+    copies: int = 0
     tells: bool = False
 
 
 class Speed:
     """The most committed tokens a millisecond, of all candidates and lengths, plain decoding among them.
 
-    It stays with the method it has unless another promises 3 % more, and now and then tries one that
-    it has not used for long, seldom if that one is far behind. What it learnt stays over replies, at half
-    the weight.
+    What a plan promised is compared with what became of it, for every method and number of found tokens:
+    later promises are taken for as much as earlier ones were worth. It stays with the method it has unless
+    another promises 3 % more, and now and then tries one that it has not used for long, seldom if that one
+    is far behind. What it learnt stays over replies.
 
     Args:
         candidates: The methods; plain decoding needs no entry.
@@ -178,6 +182,7 @@ class Speed:
     ) -> None:
         self._candidates, self._costs, self._most = list(candidates), costs, most
         self._gains: dict[tuple[str, int], Gain] = {}
+        self._promises: dict[tuple[str, int], tuple[float, float]] = {}
         self._current = PLAIN
         self._idle = dict.fromkeys((PLAIN, *(each.method for each in candidates)), 0)
         self._rounds = self._matched = 0
@@ -213,8 +218,10 @@ class Speed:
             self._trials[plan.method] -= 1
         used = next((each for each in self._candidates if each.method == plan.method), None)
         # What stood behind the end of a reply is not known, so its last round says nothing.
-        if used is not None and outcome.finish is None and outcome.draft.tokens:
-            self._gain(used).record(outcome)
+        if used is not None and outcome.finish is None:
+            if outcome.draft.tokens:
+                self._gain(used).record(outcome)
+            self._settle(self._key(used), plan, outcome)
         for (method, _), gain in self._gains.items():
             if method != plan.method:
                 gain.fade(_FADE_IDLE)
@@ -226,13 +233,14 @@ class Speed:
             most = min(most, len(view.offers[method].tokens) if method in view.offers else 0)
         gains = self._gain(candidate).expected(view.fits(method, most))
         best: Plan | None = None
+        worth = self._worth(self._key(candidate))
         whole, one = self._costs.draft_ms(method, 1), self._costs.draft_ms(method, 2)
         each = one - whole
         for n in range(1, len(gains)):
-            tokens, ms = 1 + gains[n], whole + each * (n - 1) + passes[n] + self._costs.host_ms
+            tokens, ms = 1 + worth * gains[n], whole + each * (n - 1) + passes[n] + self._costs.host_ms
             if best is None or tokens * best.ms > best.tokens * ms:
                 best = Plan(method, n, tokens, ms)
-        if best is None or not candidate.tells:
+        if best is None or not candidate.tells or self._copying(candidate):
             return best
         n = min(best.budget, len(passes) - 2)
         least = _rate(best) * max(passes[n + 1] - passes[n], 0.0)
@@ -262,11 +270,28 @@ class Speed:
         return max(waiting, key=lambda plan: self._idle[plan.method], default=None)
 
     def _gain(self, candidate: Candidate) -> Gain:
-        matched = self._matched if candidate.by_match else 0
-        key = (candidate.method, matched)
+        key = self._key(candidate)
         if key not in self._gains:
-            self._gains[key] = candidate.gain(matched)
+            self._gains[key] = candidate.gain(key[1])
         return self._gains[key]
+
+    def _key(self, candidate: Candidate) -> tuple[str, int]:
+        return candidate.method, self._matched if self._copying(candidate) else 0
+
+    def _copying(self, candidate: Candidate) -> bool:
+        return 0 < candidate.copies <= self._matched
+
+    def _settle(self, key: tuple[str, int], plan: Plan, outcome: Round) -> None:
+        """Compares a plan's promise, before it was taken for what it is worth, with what came."""
+        promised, came = self._promises.get(key, (0.0, 0.0))
+        promised = _PROMISE_KEPT * promised + (plan.tokens - 1) / self._worth(key)
+        came = _PROMISE_KEPT * came + outcome.accepted
+        self._promises[key] = (promised, came)
+
+    def _worth(self, key: tuple[str, int]) -> float:
+        """What a promise has been worth lately."""
+        promised, came = self._promises.get(key, (0.0, 0.0))
+        return (came + _PROMISE_TRUST) / (promised + _PROMISE_TRUST)
 
 
 def _rate(plan: Plan) -> float:

@@ -120,9 +120,17 @@ def _expected(tuning: Tuning) -> dict[str, list[float]]:
         sums = np.zeros(1 + _LONGEST)
         for matched, shares in tables.items():
             expected = ChainGain(shares).expected(_LONGEST)
-            sums += np.array(expected) * (tuning.matches.get(matched, 0.0) if method in COPIES else 1.0)
+            sums += np.array(expected) * _share(method, matched, tuning.matches)
         found[method] = sums.tolist()
     return found
+
+
+def _share(method: str, matched: int, matches: Mapping[int, float]) -> float:
+    """Share of rounds to which a method's gain for so many found tokens applies."""
+    least = COPIES.get(method, 0)
+    if not least or matched:
+        return matches.get(matched, 0.0) if least else 1.0
+    return sum(share for found, share in matches.items() if found < least)
 
 
 def _model(name: str, spec: GraphSpec) -> Model:

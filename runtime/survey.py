@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from specedge.runtime.contracts import Round, Verifier
@@ -47,16 +47,16 @@ class Survey:
         """Tokens and milliseconds of every draft."""
         return [(len(each.draft.tokens), each.draft_ms) for _, each in self.rounds if each.draft.tokens]
 
-    def shares(self, matched: int | None = None) -> tuple[float, ...]:
+    def shares(self, matched: Collection[int] | None = None) -> tuple[float, ...]:
         """Share of nodes that stood, by depth, where all before them did.
 
         Args:
-            matched: Only rounds in which lookup had found so many tokens; None: all.
+            matched: Only rounds in which lookup had found one of these numbers of tokens; None: all.
         """
         tested: list[int] = []
         stood: list[int] = []
         for found, each in self.rounds:
-            if matched not in (None, found) or each.finish is not None:
+            if (matched is not None and found not in matched) or each.finish is not None:
                 continue
             for depth in range(min(len(each.draft.tokens), each.accepted + 1)):
                 if depth == len(tested):

@@ -1,7 +1,7 @@
 """Measures a bundle on this device, and finds for every method the draft length at which it is fastest.
 
-1. Passes of the target by width, v(n), and what drafts take.
-2. Every method answers a few prompts with long drafts: how many tokens stand at each depth.
+1. Every method answers a few prompts with long drafts: what drafts take, how many tokens stand at each depth.
+2. Passes of the target by width, v(n).
 3. From both follows the speed at every length: (1 + E(n)) / (draft(n) + v(1 + n) + host), where E(n)
    is the sum over depths of the products of these shares. Where the shares are one and the same,
    E(n) = alpha (1 - alpha^n) / (1 - alpha), as in Leviathan, Kalman and Matias (arXiv 2211.17192).
@@ -9,7 +9,9 @@
    never right more often than its parent, the n nodes that are right most often are the best of all
    trees of n nodes, which the dynamic programme of Sequoia (arXiv 2402.12374) would find as well;
    what is left to choose is n.
-4. Each method decodes at the length that was found, side by side, to see how far the prediction was right.
+4. Each method decodes at the length that was found, side by side with plain decoding, to see how far the
+   prediction was right. What is predicted is the speed-up: in milliseconds it is scaled by what plain
+   decoding took in that very run over what its passes had taken before.
 """
 
 from __future__ import annotations
@@ -36,8 +38,7 @@ __all__ = ["Report", "best_chain_length", "tune"]
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, LONGEST + 1)
 _PAST = 160
 _LONG = 8
-_TOKENS = 48
-_CHECKED_TOKENS = 64
+_TOKENS = 64
 _MATCHES = (0, 1, 2, 3)
 
 Progress = Callable[[str, int, int], None]
@@ -94,12 +95,13 @@ def tune(
     methods = [method for method in engine.methods if method not in (PLAIN, AUTO)]
     if engine.capacity < _PAST + max(_WIDTHS) + 1:
         raise UsageError(f"{engine.folder}: a context of {engine.capacity} tokens is too small to be tuned")
-    progress("passes", 0, 1)
-    passes = pass_times([engine.target], _WIDTHS, _PAST)[0]
     surveys = {}
     for number, method in enumerate(methods):
         progress("drafts", number, len(methods))
         surveys[method] = survey(engine, method, _LONG, prompts, tokens=_TOKENS)
+    # Not before: memory that was just taken up is slower for a minute or two (seen: by a fifth).
+    progress("passes", 0, 1)
+    passes = pass_times([engine.target], _WIDTHS, _PAST)[0]
     host_ms = median(each.host_ms for one in surveys.values() for _, each in one.rounds)
     drafts = {method: _draft_times(one) for method, one in surveys.items()}
     planned = {
@@ -107,11 +109,13 @@ def tune(
         for method, one in surveys.items()
     }
     checked = _check(engine, planned, prompts, progress)
+    # A machine changes its pace within minutes: what plain decoding takes by now says how much.
+    plain = checked[PLAIN].ms_per_token
+    pace = plain / (passes[1] + host_ms)
     choices = {
-        method: Choice(length, 1 / rate if rate else checked[method].ms_per_token, checked[method].ms_per_token, tau)
+        method: Choice(length, pace / rate if rate else checked[method].ms_per_token, checked[method].ms_per_token, tau)
         for method, (length, tau, rate) in planned.items()
     }
-    plain = checked[PLAIN].ms_per_token
     choices[PLAIN] = Choice(0, passes[1] + host_ms, plain, 1.0)
     tuning = new_tuning(
         engine.bundle,
@@ -166,7 +170,9 @@ def _gain(engine: Engine, method: str, one: Survey) -> Gain:
 
 def _gains(one: Survey, method: str) -> Mapping[int, tuple[float, ...]]:
     """Shares by depth; for what copies, by how many tokens lookup had found."""
-    found = {matched: one.shares(matched) for matched in _MATCHES} if method in COPIES else {0: one.shares()}
+    least = COPIES.get(method, max(_MATCHES) + 1)
+    classes = {0: range(least), **{matched: (matched,) for matched in _MATCHES if matched >= least}}
+    found = {matched: one.shares(founds if method in COPIES else None) for matched, founds in classes.items()}
     return {matched: shares for matched, shares in found.items() if shares}
 
 
@@ -209,7 +215,7 @@ def _check(
         turn = number % len(names)
         for method in (*names[turn:], *names[:turn]):
             length = planned[method][0] if method in planned else 0
-            survey(engine, method, length, [ids], tokens=_CHECKED_TOKENS, into=found[method])
+            survey(engine, method, length, [ids], tokens=_TOKENS, into=found[method])
     progress("check", len(prompts), len(prompts))
     return found
 

@@ -41,12 +41,13 @@ class MergedDrafter:
 
     def propose(self, context: Context, budget: int) -> Draft:
         """See `contracts.Drafter`."""
-        guessed, copied = (drafter.propose(context, budget) for drafter in self._both)
-        if guessed.probs is not None or not guessed.tokens:
-            return guessed
-        if not self._trees:
-            return copied if copied.tokens else guessed
-        return merge(guessed, copied.tokens, budget)
+        if self.sample or context.rows is None or budget < 1:
+            return self._heads.propose(context, budget)
+        copied = self._lookup.propose(context, budget)
+        if copied.tokens and not self._trees:
+            return copied
+        guessed = self._heads.propose(context, budget)
+        return merge(guessed, copied.tokens, budget) if copied.tokens else guessed
 
     def observe(self, context: Context, verdict: Verdict) -> None:
         """See `contracts.Drafter`."""

@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 MEDUSA, MERGED, LOOKUP = "medusa", "medusa+ngram", "ngram"
-COPIES = (LOOKUP, MERGED)
-"""Methods that copy what stood in the text before."""
+COPIES: Mapping[str, int] = {LOOKUP: 1, MERGED: 2}
+"""Methods that copy what stood in the text before, and how many tokens they have to find again for it."""
 
 _DRAFT = "draft"
 
@@ -68,7 +68,7 @@ METHODS: Mapping[str, Method] = {
         lambda manifest: ("",) if MEDUSA in manifest.heads else (), lambda part, opener: _heads(part, opener), is_shape
     ),
     MERGED: Method(lambda manifest: ("",) if MEDUSA in manifest.heads else (), lambda part, opener: _merged(opener)),
-    LOOKUP: Method(lambda manifest: ("",), lambda part, opener: NgramDrafter()),
+    LOOKUP: Method(lambda manifest: ("",), lambda part, opener: NgramDrafter(min_ngram=COPIES[LOOKUP])),
 }
 
 
@@ -107,7 +107,7 @@ def _merged(opener: Opener) -> Drafter:
     heads = _heads("", opener)
     if not isinstance(heads, MedusaDrafter):
         return heads
-    return MergedDrafter(MERGED, heads, NgramDrafter(min_ngram=2), trees=opener.trees)
+    return MergedDrafter(MERGED, heads, NgramDrafter(min_ngram=COPIES[MERGED]), trees=opener.trees)
 
 
 def _unsound(graph: Decoder | GrowingDecoder | HeadsGraph) -> NumericError | None:

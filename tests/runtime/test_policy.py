@@ -220,7 +220,7 @@ def test_speed_leaves_out_who_is_not_ready_and_copies_only_what_is_offered():
     simulate(policy, costs, TRUTH, 50)
     assert policy.plan(View(16, ["heads"])).method != "model"
     assert policy.plan(View(16, [])).method == PLAIN
-    copies = Speed([Candidate("ngram", lambda matched: ChainGain(0.9), by_match=True)], costs, tried=True)
+    copies = Speed([Candidate("ngram", lambda matched: ChainGain(0.9), copies=1)], costs, tried=True)
     assert copies.peeks == ["ngram"]
     assert copies.plan(View(16, ["ngram"])).method == PLAIN
     offered = copies.plan(View(16, ["ngram"], {"ngram": Draft.chain([1, 2, 3])}, matched=3))
