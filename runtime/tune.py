@@ -33,7 +33,7 @@ from specedge.runtime.policy import LONGEST, PLAIN
 from specedge.runtime.survey import Survey, survey
 from specedge.runtime.tuning import Choice, Tuning, new_tuning
 
-__all__ = ["Report", "best_chain_length", "tune"]
+__all__ = ["Report", "as_json", "best_length", "tune"]
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, LONGEST + 1)
 _PAST = 160
@@ -55,19 +55,6 @@ class Report:
 
     tuning: Tuning
     warnings: tuple[str, ...]
-
-
-def best_chain_length(alpha: float, cost: float, most: int = LONGEST) -> int:
-    """Length at which a chain is fastest where all passes take the same: argmax (1 - a^(n+1)) / ((1 - a) (c n + 1)).
-
-    Args:
-        alpha: Chance of each token to stand where those before it do.
-        cost: c, the time of a drafted token over that of a pass.
-        most: Longest.
-    """
-    if alpha >= 1:
-        return most
-    return max(range(most + 1), key=lambda n: (1 - alpha ** (n + 1)) / ((1 - alpha) * (cost * n + 1)))
 
 
 def tune(
@@ -105,18 +92,11 @@ def tune(
     host_ms = median(each.host_ms for one in surveys.values() for _, each in one.rounds)
     drafts = {method: _draft_times(one) for method, one in surveys.items()}
     planned = {
-        method: _plan(_gain(engine, method, one), drafts[method], passes, host_ms, one.drafted)
+        method: best_length(_gain(engine, method, one), drafts[method], passes, host_ms, one.drafted)
         for method, one in surveys.items()
     }
     checked = _check(engine, planned, prompts, progress)
-    # A machine changes its pace within minutes: what plain decoding takes by now says how much.
-    plain = checked[PLAIN].ms_per_token
-    pace = plain / (passes[1] + host_ms)
-    choices = {
-        method: Choice(length, pace / rate if rate else checked[method].ms_per_token, checked[method].ms_per_token, tau)
-        for method, (length, tau, rate) in planned.items()
-    }
-    choices[PLAIN] = Choice(0, passes[1] + host_ms, plain, 1.0)
+    choices = _choices(planned, checked, passes[1] + host_ms)
     tuning = new_tuning(
         engine.bundle,
         threads=threads,
@@ -131,6 +111,22 @@ def tune(
         note=note,
     )
     return Report(tuning, _warnings(choices, drafts, passes))
+
+
+def _choices(
+    planned: Mapping[str, tuple[int, float, float]], checked: Mapping[str, Survey], plain_ms: float
+) -> dict[str, Choice]:
+    """What was planned against what was measured.
+
+    A machine changes its pace within minutes: what plain decoding takes by now, over what its passes had
+    taken, says how much.
+    """
+    pace = checked[PLAIN].ms_per_token / plain_ms
+    choices = {PLAIN: Choice(0, plain_ms, checked[PLAIN].ms_per_token, 1.0)}
+    for method, (length, tau, rate) in planned.items():
+        measured = checked[method].ms_per_token
+        choices[method] = Choice(length, pace / rate if rate else measured, measured, tau)
+    return choices
 
 
 def _temperatures(
@@ -176,12 +172,17 @@ def _gains(one: Survey, method: str) -> Mapping[int, tuple[float, ...]]:
     return {matched: shares for matched, shares in found.items() if shares}
 
 
-def _plan(
-    gain: Gain, draft: tuple[float, float], passes: Mapping[int, float], host_ms: float, drafted: float
+def best_length(
+    gain: Gain, draft: tuple[float, float], passes: Mapping[int, float], host_ms: float, drafted: float = 1.0
 ) -> tuple[int, float, float]:
     """The length at which a method is fastest, tokens a pass there, and tokens a millisecond.
 
-    Rounds without a draft, where lookup found nothing, are plain ones.
+    Args:
+        gain: What drafts bring by their length.
+        draft: Milliseconds of a draft, and of each of its tokens.
+        passes: Milliseconds of a pass by its width.
+        host_ms: What a round takes beside.
+        drafted: Share of rounds that have a draft; the others, where lookup found nothing, are plain ones.
     """
     best = (0, 1.0, 0.0)
     for n, expected in enumerate(gain.expected(LONGEST)):

@@ -10,7 +10,7 @@ from specedge.runtime.contracts import EMPTY_DRAFT, Draft, Round
 from specedge.runtime.costs import Costs, shape_of
 from specedge.runtime.gains import ChainGain, TreeGain
 from specedge.runtime.policy import PLAIN, Candidate, Fixed, Plan, Speed, Steps, Thresholds, View
-from specedge.runtime.tune import best_chain_length
+from specedge.runtime.tune import best_length
 from specedge.runtime.watch import Watch, likely_cause
 
 
@@ -127,8 +127,11 @@ def test_a_trees_gain_is_its_calibration_times_how_right_that_was():
 
 @pytest.mark.parametrize(("cost", "length"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
 def test_the_closed_form_for_chains(cost, length):
-    """Values of OSD's cost model for an acceptance of .6."""
-    assert best_chain_length(0.6, cost) == length
+    """Values of OSD's cost model for an acceptance of .6, where passes of all widths take the same."""
+    found, tokens, rate = best_length(ChainGain(0.6), (0.0, cost), {1: 1.0, 17: 1.0}, 0.0)
+    assert found == length
+    assert tokens == pytest.approx((1 - 0.6 ** (length + 1)) / 0.4)
+    assert rate == pytest.approx(tokens / (cost * length + 1))
 
 
 def test_fixed_thresholds_and_steps():
