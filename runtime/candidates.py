@@ -65,7 +65,7 @@ def _gain_of(method: str, opener: Opener, tuning: Tuning | None) -> Callable[[in
     known: Mapping[int, Sequence[float]] = {} if tuning is None else tuning.gains.get(method, {})
 
     def gain(matched: int) -> Gain:
-        if method.startswith(MEDUSA) and opener.trees and method in (MEDUSA, MERGED):
+        if opener.trees and method in (MEDUSA, MERGED):
             return TreeGain(opener.calibration(MEDUSA).values)
         if known.get(matched):
             return ChainGain(known[matched], longest(method, opener, matched))

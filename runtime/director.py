@@ -95,6 +95,8 @@ class Director:
         fits = (lambda method, nodes: nodes) if self._deadline is None else self._deadline.affordable
         plan = self._policy.plan(View(most, ready, offers, matched, fits))
         budget = fits(plan.method, min(plan.budget, most))
+        if plan.method == PLAIN:
+            self._plan = plan
         if plan.method not in self._drafters or budget < 1:
             return EMPTY_DRAFT
         self._plan = plan

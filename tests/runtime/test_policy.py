@@ -211,7 +211,7 @@ def test_speed_begins_plainly_and_notices_that_the_text_has_changed():
     policy, costs = speed(TRUTH)
     assert policy.plan(View(16, ["model", "heads"])) == Plan(PLAIN, 0)
     *_, used = simulate(policy, costs, TRUTH, 200)
-    assert used["model"] > 150
+    assert max(used, key=used.get) == "model"
     changed = {**TRUTH, "alpha": {"model": 0.1, "heads": 0.8}}
     simulate(policy, costs, changed, 60)
     *_, used = simulate(policy, costs, changed, 100)
