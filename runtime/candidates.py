@@ -63,10 +63,12 @@ def candidates(methods: Sequence[str], opener: Opener, tuning: Tuning | None) ->
 
 def _gain_of(method: str, opener: Opener, tuning: Tuning | None) -> Callable[[int], Gain]:
     known: Mapping[int, Sequence[float]] = {} if tuning is None else tuning.gains.get(method, {})
+    heads = method in (MEDUSA, MERGED)
+    values = opener.calibration(MEDUSA).values if heads else ()  # now: a damaged one is told before a reply begins
 
     def gain(matched: int) -> Gain:
-        if opener.trees and method in (MEDUSA, MERGED):
-            return TreeGain(opener.calibration(MEDUSA).values)
+        if heads and opener.trees:
+            return TreeGain(values)
         if known.get(matched):
             return ChainGain(known[matched], longest(method, opener, matched))
         return ChainGain(_guess(method, opener, matched), longest(method, opener, matched))

@@ -18,7 +18,7 @@ from specedge.runtime.options import Options
 from specedge.runtime.sampler import NumpySampler
 from specedge.runtime.stopping import StopRule
 from specedge.runtime.verifiers import Greedy
-from specedge.tests.fakes import FakeTarget, FunctionDrafter, fuzzy
+from specedge.tests.fakes import FakeTarget, FunctionDrafter, directing, fuzzy
 
 
 def table(*rows):
@@ -125,12 +125,11 @@ def test_tau_is_what_greedy_decoding_gives(length):
     rounds = list(
         generate(
             FakeTarget(target, vocab),
-            FunctionDrafter(drafted),
+            directing(FunctionDrafter(drafted), length),
             Greedy(),
             NumpySampler(Options(), len(prompt), 0),
             list(prompt),
             StopRule((), tokens, lambda token: ("", False)),
-            length,
         )
     )
     assert [token for one in rounds for token in one.tokens] == answer

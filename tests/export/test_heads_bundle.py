@@ -15,11 +15,12 @@ from specedge.export.options import ExportOptions
 from specedge.export.pipeline import export
 from specedge.export.sources import resolve
 from specedge.runtime.bundle import MANIFEST, open_bundle
-from specedge.runtime.contracts import Draft
+from specedge.runtime.contracts import Context, Draft, Rows
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import BundleError, CheckpointError, UsageError
 from specedge.runtime.options import Options
 from specedge.runtime.prompts import Prompt
+from specedge.runtime.sampler import NumpySampler
 from specedge.tests.export.bundles import QUICK
 from specedge.tests.heads import PLAIN, WIDE, random_heads
 
@@ -62,8 +63,8 @@ def test_what_the_bundle_says_of_its_heads(bundle, engine):
     assert manifest.target.taps == (0, 1)
     without = replace(manifest, heads={})
     assert manifest.memory_bytes == without.memory_bytes + 2 * spec.weight_bytes
-    assert engine.methods == ("none", "medusa", "medusa+ngram", "ngram")
-    assert engine.default_method == "medusa+ngram"
+    assert engine.methods == ("none", "medusa", "medusa+ngram", "ngram", "auto")
+    assert engine.drafting.methods("auto") == ("medusa+ngram", "ngram")
     with pytest.raises(UsageError, match="method 'medusa:2y3' is not in"):
         engine.generate(PROMPT, method="medusa:2y3")
     with pytest.raises(UsageError, match="at most 3 heads of 10 guesses"):
@@ -91,12 +92,20 @@ def test_a_target_that_rounds_activations_gets_chains(tiny_checkpoint, tmp_path,
         given = reply(engine, FREE, method=method, draft_length=4)
         assert given.ids == plain.ids
         assert given.stats.proposed > 0
-        drafter = engine._drafters[method]
+        drafter = engine.drafting.opened(method)
         drafter = getattr(drafter, "_heads", drafter)
-        assert drafter._tree.parents == (-1, 0, 1)
+        rows = Rows(np.zeros((1, 1), np.float32), *_rows_of(drafter.model.spec))
+        draft = drafter.propose(Context(PROMPT, rows, NumpySampler(Options(), 0, 0)), 9)
+        assert draft.is_chain and len(draft.tokens) == 3
         assert reply(engine, FREE, method="medusa:1x1").ids == plain.ids
         with pytest.raises(UsageError, match="a tree would not be exact on a target that rounds"):
             engine.generate(PROMPT, method="medusa:2x3")
+
+
+def _rows_of(spec):
+    """Rows that heads can read."""
+    size = spec.hidden_size
+    return np.ones((1, size), np.float32), np.ones((1, len(spec.taps) * size), np.float32)
 
 
 def test_typical_acceptance_is_marked(engine):
@@ -181,7 +190,7 @@ def test_a_damaged_calibration_or_graph_is_told(bundle, tmp_path):
     raw["files"]["calibration.json"] = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
     (folder / MANIFEST).write_text(json.dumps(raw))
     with Engine(folder, threads=1) as engine, pytest.raises(BundleError, match="nothing that fits heads 'medusa'"):
-        engine.generate(PROMPT, method="medusa")
+        engine.generate(PROMPT)
     raw["target"]["taps"] = []
     (folder / MANIFEST).write_text(json.dumps(raw))
     with pytest.raises(BundleError, match="reads rows that the target does not give"):
