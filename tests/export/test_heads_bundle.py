@@ -95,7 +95,7 @@ def test_a_target_that_rounds_activations_gets_chains(tiny_checkpoint, tmp_path,
         drafter = engine.drafting.opened(method)
         drafter = getattr(drafter, "_heads", drafter)
         rows = Rows(np.zeros((1, 1), np.float32), *_rows_of(drafter.model.spec))
-        draft = drafter.propose(Context(PROMPT, rows, NumpySampler(Options(), 0, 0)), 9)
+        draft = drafter.propose(Context([5, 6, 7], rows, NumpySampler(Options(), 0, 0)), 9)
         assert draft.is_chain and len(draft.tokens) == 3
         assert reply(engine, FREE, method="medusa:1x1").ids == plain.ids
         with pytest.raises(UsageError, match="a tree would not be exact on a target that rounds"):
