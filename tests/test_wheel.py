@@ -30,7 +30,8 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(wheel):
     modules = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     expected = {f"specedge/{path.as_posix()}" for path in modules}
     expected |= {f"specedge/{name}" for name in ("__init__.py", "__main__.py", "cli.py", "py.typed")}
-    expected |= {f"specedge/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "models" / "shipped").iterdir()}
+    data = [*(ROOT / "models" / "shipped").iterdir(), *(ROOT / "runtime" / "profiles").iterdir()]
+    expected |= {f"specedge/{path.relative_to(ROOT).as_posix()}" for path in data}
     version = wheel.name.split("-")[1]
     meta = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     expected |= {f"specedge-{version}.dist-info/{name}" for name in meta}
