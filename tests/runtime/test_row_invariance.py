@@ -95,7 +95,7 @@ def test_a_rounded_target_gives_plain_decodings_ids(precision, draft, dev_prompt
     with Engine(bundle, verify=False) as engine:
         chats = (engine.text.chat_prompt([{"role": "user", "content": prompt["turns"][0]}]) for prompt in dev_prompts)
         methods = engine.methods
-        assert len(methods) == 5  # none, the draft, heads, heads with lookup, lookup
+        assert len(methods) == 6  # none, the draft, heads, heads with lookup, lookup, auto
         prompts = [ids for ids in chats if len(ids) + TOKENS <= engine.capacity][:PROMPTS]
         assert len(prompts) == PROMPTS
         for number, ids in enumerate(prompts):
