@@ -21,7 +21,17 @@ from typing import Any
 from specedge.runtime.errors import UsageError
 from specedge.runtime.schema import fields_of, one_line, parse_json
 
-__all__ = ["MODELS", "DeviceProfile", "Model", "Prediction", "pass_ms", "predict", "profile_names", "read_profile"]
+__all__ = [
+    "MODELS",
+    "DeviceProfile",
+    "Model",
+    "Prediction",
+    "loaded_bytes",
+    "pass_ms",
+    "predict",
+    "profile_names",
+    "read_profile",
+]
 
 _FOLDER = Path(__file__).with_name("profiles")
 _MOST_BYTES = 1 << 16
@@ -122,15 +132,23 @@ def pass_ms(model: Model, precision: str, device: DeviceProfile, rows: int, past
     Raises:
         UsageError: A precision that nothing is known of.
     """
-    if precision not in _BITS:
-        raise UsageError(f"precision {precision!r} cannot be predicted; choose one of {', '.join(_BITS)}")
-    size = 4 if precision == "fp32" else 2
-    loaded = model.parameters * _BITS[precision] / 8 + 2 * model.layers * model.kv_width * past * size
-    memory = loaded / (device.bandwidth_gbs * 1e9 * device.efficiency)
+    memory = loaded_bytes(model, precision, past) / (device.bandwidth_gbs * 1e9 * device.efficiency)
     peak = device.tflops.get(precision, device.tflops.get("fp16", min(device.tflops.values())))
     compute = 2 * model.parameters * rows / (peak * 1e12)
     busy = max(memory, compute) + (1 - device.overlap) * min(memory, compute)
     return 1e3 * busy + 1e-3 * device.launch_us * model.kernels * model.layers
+
+
+def loaded_bytes(model: Model, precision: str, past: int = 256) -> float:
+    """Bytes that a pass loads: the weights, and keys and values of `past` tokens.
+
+    Raises:
+        UsageError: A precision that nothing is known of.
+    """
+    if precision not in _BITS:
+        raise UsageError(f"precision {precision!r} cannot be predicted; choose one of {', '.join(_BITS)}")
+    size = 4 if precision == "fp32" else 2
+    return model.parameters * _BITS[precision] / 8 + 2 * model.layers * model.kv_width * past * size
 
 
 def predict(

@@ -7,8 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,19 +16,27 @@ from specedge.runtime.drafters.registry import COPIES, LOOKUP, is_draft
 from specedge.runtime.errors import UsageError
 from specedge.runtime.gains import ChainGain
 from specedge.runtime.providers import default_threads
-from specedge.runtime.roofline import MODELS, DeviceProfile, Model, Prediction, pass_ms, predict, read_profile
+from specedge.runtime.roofline import (
+    MODELS,
+    DeviceProfile,
+    Model,
+    Prediction,
+    loaded_bytes,
+    pass_ms,
+    predict,
+    read_profile,
+)
 from specedge.runtime.specs import GraphSpec
 from specedge.runtime.tuning import Tuning, read_tuning
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["THIS", "measure_profile", "predict_bundle", "predict_for"]
+__all__ = ["THIS", "measured_profile", "predict_bundle", "predict_for"]
 
 THIS = "this"
 _HEADS_SHARE = 0.05
 _CPU_LAUNCH_US = 6.0
-_REPEATS = 7
 _LONGEST = 16
 
 
@@ -48,7 +55,7 @@ def predict_for(folder: Path, profile: str, threads: int | None, out: Path | Non
     if tuning is None:
         first = f"specedge tune {folder} --threads {count}"
         raise UsageError(f"{folder}: acceptance was not measured here yet; do that first: {first}")
-    device = measure_profile() if profile == THIS else read_profile(profile)
+    device = measured_profile(bundle.manifest, tuning) if profile == THIS else read_profile(profile)
     blocks = {bundle.manifest.name: predict_bundle(bundle.manifest, device, tuning)}
     if profile != THIS:
         blocks.update({f"{each.name}, {kind}": _of_model(each, kind, device, tuning) for each, kind in _boards(device)})
@@ -58,20 +65,21 @@ def predict_for(folder: Path, profile: str, threads: int | None, out: Path | Non
         write_text(out, json.dumps({"profile": dataclasses.asdict(device), "predicted": result}, indent=1) + "\n")
 
 
-def measure_profile() -> DeviceProfile:
-    """This machine's numbers, by numpy: a matrix times a vector, and a matrix times a matrix."""
-    matrix = np.ones((8192, 8192), np.float32)
-    row, square = np.ones(8192, np.float32), np.ones((1536, 1536), np.float32)
-    loaded = _seconds(lambda: matrix @ row)
-    computed = _seconds(lambda: square @ square)
+def measured_profile(manifest: Manifest, tuning: Tuning) -> DeviceProfile:
+    """This machine's numbers as its tuning's passes show them: what one row loads, and what more rows compute."""
+    model, kind = _model(manifest.name, manifest.target), _kind(manifest.target.precision)
+    unbounded = DeviceProfile("", 1e6, {kind: 1e6}, _CPU_LAUNCH_US, overlap=0.0, efficiency=1.0)
+    few, many = min(tuning.passes), max(tuning.passes)
+    loading = max(tuning.passes[few] - pass_ms(model, kind, unbounded, few), 1e-3)
+    computing = max(tuning.passes[many] - tuning.passes[few], 1e-3) / max(many - few, 1)
     return DeviceProfile(
         name="this machine",
-        bandwidth_gbs=matrix.nbytes / loaded / 1e9,
-        tflops={"fp32": 2 * 1536**3 / computed / 1e12},
+        bandwidth_gbs=loaded_bytes(model, kind) / loading / 1e6,
+        tflops={kind: 2 * model.parameters / computing / 1e9},
         launch_us=_CPU_LAUNCH_US,
         overlap=0.0,
         efficiency=1.0,
-        source="measured with numpy",
+        source="passes that a tuning timed",
     )
 
 
@@ -153,16 +161,6 @@ def _heads_ms(manifest: Manifest, method: str, device: DeviceProfile) -> float:
         return 0.0
     loaded = heads.weight_bytes / (device.bandwidth_gbs * 1e6 * device.efficiency)
     return loaded + 1e-3 * device.launch_us * 16 * heads.heads
-
-
-def _seconds(work: Any) -> float:
-    """The shortest of a few runs: what is wanted is the roof."""
-    times = []
-    for _ in range(_REPEATS):
-        begun = perf_counter()
-        work()
-        times.append(perf_counter() - begun)
-    return min(times)
 
 
 def _table(device: DeviceProfile, blocks: Mapping[str, Sequence[Prediction]], measured: Tuning | None) -> Table:

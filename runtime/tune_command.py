@@ -28,7 +28,7 @@ _LONGEST_PROMPT = 512
 @click.option(
     "--device-profile",
     "profile",
-    help="Predict, do not measure: a device's name or a JSON file of its numbers; this: measure those of this machine.",
+    help="Predict, do not measure: a device's name or a JSON file of its numbers; this: this machine.",
 )
 def tune(
     bundle: Path, prompts: Path | None, threads: int | None, out: Path | None, picture: Path | None, profile: str | None
