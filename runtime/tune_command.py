@@ -46,14 +46,14 @@ def tune(
     from specedge.runtime.tune import as_json
     from specedge.runtime.tune_report import plot, table
 
+    if profile is not None and (prompts is not None or picture is not None):
+        raise UsageError("--prompts and --plot go with a measurement; leave them out with --device-profile")
     for path in filter(None, (out, picture)):
         check_writable(path)
     if picture is not None:
         check_plotting()
     share_threads(threads)
     if profile is not None:
-        if prompts is not None or picture is not None:
-            raise UsageError("--prompts and --plot go with a measurement; leave them out with --device-profile")
         from specedge.runtime.roofline_command import predict_for
 
         predict_for(bundle, profile, threads, out)
