@@ -11,6 +11,7 @@ import numpy as np
 
 from specedge.runtime.events import Finish
 from specedge.runtime.files import write_text
+from specedge.runtime.options import PLAIN
 from specedge.runtime.pass_times import PAST, WIDTHS
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OTHER_BUNDLE", "PLAIN", "summarise", "table", "write_result"]
 
-PLAIN = "none"
 OTHER_BUNDLE = f"{PLAIN}@"
 """Begins the name of another bundle's plain decoding."""
 
@@ -35,8 +35,8 @@ def summarise(categories: Sequence[str], replies: Mapping[str, Sequence[Finish]]
     - `speedup`: plain decoding's ms per token / the method's on the same prompt; median over the prompts.
     - `draft_ms`, `verify_ms`, `host_ms`: time a round spends drafting, in the target's pass, and
       in everything else; each prompt's average over its rounds, then the median over the prompts.
-      `step_p99_ms`: the 99th percentile of the time between visible tokens, taken likewise.
       The share of host time is host_ms / (draft_ms + verify_ms + host_ms).
+    - `step_p99_ms`: each reply's 99th percentile of the time between visible tokens; median over the prompts.
     - `equal`: whether all token ids equal plain decoding's on every prompt.
     - `lossless`: whether the method keeps the law of this bundle's target. Another bundle has a
       target of its own, so a baseline is not lossless.

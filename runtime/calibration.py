@@ -47,11 +47,6 @@ class HeadCalibration:
             raise ValueError("a rank is beyond a head's guesses")
         Tree.of(self.paths)
 
-    @property
-    def tree(self) -> Tree:
-        """All paths as a tree."""
-        return Tree.of(self.paths)
-
     def expected(self, nodes: int) -> float:
         """Tokens that a pass of the target commits with the tree of so many nodes, its own included."""
         return 1 + sum(self.values[:nodes])

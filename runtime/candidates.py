@@ -9,7 +9,7 @@ from specedge.runtime.costs import Costs, shape_of
 from specedge.runtime.drafters.registry import COPIES, LOOKUP, MEDUSA, MERGED, is_draft
 from specedge.runtime.gains import ChainGain, Gain, TreeGain
 from specedge.runtime.opening import Opener
-from specedge.runtime.policy import Candidate
+from specedge.runtime.policy import LONGEST, Candidate
 from specedge.runtime.tuning import Tuning
 
 __all__ = ["auto_methods", "candidates", "longest", "make_costs"]
@@ -24,7 +24,7 @@ _OVERHEAD = 1.4
 _LEAST_COST = 0.05
 
 
-def auto_methods(manifest: Manifest, methods: Sequence[str], tuning: Tuning | None) -> tuple[str, ...]:
+def auto_methods(methods: Sequence[str], tuning: Tuning | None) -> tuple[str, ...]:
     """The methods of a bundle among which auto chooses.
 
     Heads with lookup stand for heads alone. Of several draft models the one that a tuning found
@@ -55,6 +55,7 @@ def candidates(methods: Sequence[str], opener: Opener, tuning: Tuning | None) ->
             method,
             _gain_of(method, opener, tuning),
             copies=COPIES.get(method, 0),
+            free=method == LOOKUP,
             tells=method in (MEDUSA, MERGED),
         )
         for method in methods
@@ -80,7 +81,7 @@ def longest(method: str, opener: Opener, matched: int = 0) -> int:
     """Longest draft: heads draft one token each, what is copied may be longer."""
     if method in (MEDUSA, MERGED) and not matched:
         return opener.manifest.heads[MEDUSA].heads
-    return 64
+    return LONGEST
 
 
 def _guess(method: str, opener: Opener, matched: int) -> Sequence[float]:

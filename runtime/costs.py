@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from specedge.runtime.contracts import Round
 
-__all__ = ["GROWTH", "Costs", "shape_of"]
+__all__ = ["Costs", "shape_of"]
 
-GROWTH: Mapping[str, float] = {"fp32": 0.04, "fp16": 0.04, "int8": 0.06, "int8-static": 0.06}
+_GROWTH: Mapping[str, float] = {"fp32": 0.04, "fp16": 0.04, "int8": 0.06, "int8-static": 0.06}
 """What one more row adds to a pass of one row, by precision, until something was measured (this project's CPU)."""
 
 _OTHER_GROWTH = 0.13
@@ -25,7 +25,7 @@ _DOUBT = 0.05
 
 def shape_of(precision: str) -> dict[int, float]:
     """Relative times of passes by width, before anything was measured."""
-    growth = GROWTH.get(precision, _OTHER_GROWTH)
+    growth = _GROWTH.get(precision, _OTHER_GROWTH)
     return {1: 1.0, 65: 1 + 64 * growth}
 
 
@@ -62,10 +62,6 @@ class Costs:
     def known(self) -> bool:
         """Whether anything is known of this device in milliseconds."""
         return self._measured
-
-    def seen(self, width: int) -> bool:
-        """Whether a pass of this width was timed."""
-        return width in self._log_ratio
 
     def pass_ms(self, width: int) -> float:
         """Predicted milliseconds of a pass."""

@@ -9,7 +9,8 @@ from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Round, Sampl
 from specedge.runtime.costs import Costs
 from specedge.runtime.deadline import Deadline
 from specedge.runtime.drafters.guard import GuardedDrafter
-from specedge.runtime.policy import LONGEST, PLAIN, Plan, Policy, View
+from specedge.runtime.options import PLAIN
+from specedge.runtime.policy import LONGEST, Plan, Policy, View
 from specedge.runtime.watch import Watch, likely_cause
 
 __all__ = ["Director", "Forecast"]

@@ -12,8 +12,8 @@ from specedge.runtime.director import Director
 from specedge.runtime.drafters.guard import GuardedDrafter
 from specedge.runtime.drafters.registry import method_names, open_drafter
 from specedge.runtime.opening import Opener
-from specedge.runtime.options import AUTO, DEFAULT_DRAFT_LENGTH, Options
-from specedge.runtime.policy import LONGEST, PLAIN, Fixed, Policy, Speed, Steps, Thresholds
+from specedge.runtime.options import AUTO, DEFAULT_DRAFT_LENGTH, PLAIN, Options
+from specedge.runtime.policy import LONGEST, Fixed, Policy, Speed, Steps, Thresholds
 from specedge.runtime.sampler import NumpySampler
 from specedge.runtime.session import Session
 from specedge.runtime.tuning import Tuning
@@ -44,7 +44,7 @@ class Drafting:
         """The methods whose drafters a reply by this one may ask."""
         if method != AUTO:
             return (method,)
-        return auto_methods(self._opener.manifest, method_names(self._opener.manifest), self.tuning)
+        return auto_methods(method_names(self._opener.manifest), self.tuning)
 
     def drafter(self, method: str) -> Drafter:
         """An open drafter; one that was not used lately catches up by itself."""

@@ -21,7 +21,7 @@ from specedge.runtime.errors import PromptError, UsageError
 from specedge.runtime.events import Finish
 from specedge.runtime.generation import Generation
 from specedge.runtime.opening import Opener
-from specedge.runtime.options import AUTO, Options, override
+from specedge.runtime.options import AUTO, PLAIN, Options, override
 from specedge.runtime.providers import default_threads
 from specedge.runtime.session import Session
 from specedge.runtime.text import Text
@@ -237,7 +237,7 @@ class Engine:
 
         None where it has none, or has not been used yet.
         """
-        return self.target if method == "none" else getattr(self.drafting.opened(method), "model", None)
+        return self.target if method == PLAIN else getattr(self.drafting.opened(method), "model", None)
 
     @property
     def _first_draft(self) -> str | None:

@@ -14,7 +14,7 @@ from specedge.runtime.director import Director
 from specedge.runtime.drafting import Drafting
 from specedge.runtime.events import Event, Finish, FinishReason, Notice, Origin, Token
 from specedge.runtime.loop import PIECE, generate
-from specedge.runtime.options import Options
+from specedge.runtime.options import PLAIN, Options
 from specedge.runtime.sampler import NumpySampler
 from specedge.runtime.session import Session
 from specedge.runtime.stats import total, trim
@@ -193,7 +193,7 @@ class Generation:
             self._session.cut(len(self._prompt) + len(self._seen))
         stats = total(
             self._rounds,
-            method=self.options.method or "none",
+            method=self.options.method or PLAIN,
             lossless=self._verifier.lossless,
             prompt_tokens=len(self._prompt),
             cached_tokens=self._cached,

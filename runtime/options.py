@@ -11,10 +11,22 @@ from typing import Any
 
 from specedge.runtime.errors import UsageError
 
-__all__ = ["ACCEPT_MODES", "AUTO", "DEFAULT_DRAFT_LENGTH", "MAX_DRAFT_LENGTH", "POLICIES", "Options", "override"]
+__all__ = [
+    "ACCEPT_MODES",
+    "AUTO",
+    "DEFAULT_DRAFT_LENGTH",
+    "MAX_DRAFT_LENGTH",
+    "PLAIN",
+    "POLICIES",
+    "Options",
+    "override",
+]
 
 ACCEPT_MODES = ("exact", "rejection", "typical")
 POLICIES = ("fixed", "speed", "thresholds", "steps")
+PLAIN = "none"
+"""The method that drafts nothing."""
+
 AUTO = "auto"
 """The method that chooses among all others, round by round."""
 

@@ -10,10 +10,10 @@ from typing import Protocol
 from specedge.runtime.contracts import Draft, Round
 from specedge.runtime.costs import Costs
 from specedge.runtime.gains import Gain
+from specedge.runtime.options import PLAIN
 
-__all__ = ["LONGEST", "PLAIN", "Candidate", "Fixed", "Plan", "Policy", "Speed", "Steps", "Thresholds", "View"]
+__all__ = ["LONGEST", "Candidate", "Fixed", "Plan", "Policy", "Speed", "Steps", "Thresholds", "View"]
 
-PLAIN = "none"
 LONGEST = 16
 """Most nodes that a policy asks for."""
 _QUICK = 0.25
@@ -153,6 +153,7 @@ class Candidate:
         gain: Makes an estimate of how many of its tokens stand, given how many tokens lookup found again.
         copies: It copies where lookup has found so many tokens again, or more, and what stands then depends on how
             many; 0: it never copies.
+        free: Its drafts cost nothing, so that it is asked for one before each plan.
         tells: Whether its drafter tells how likely each node is, and leaves out those that are not worth it: it
             may then draft more than is best on average.
     """
@@ -160,6 +161,7 @@ class Candidate:
     method: str
     gain: Callable[[int], Gain]
     copies: int = 0
+    free: bool = False
     tells: bool = False
 
 
@@ -188,7 +190,7 @@ class Speed:
         self._idle = dict.fromkeys((PLAIN, *(each.method for each in candidates)), 0)
         self._rounds = self._matched = 0
         self._trials = dict.fromkeys((each.method for each in candidates), 0 if tried else _TRIALS)
-        self.peeks: Sequence[str] = [each.method for each in candidates if each.method == "ngram"]
+        self.peeks: Sequence[str] = [each.method for each in candidates if each.free]
 
     def begin(self) -> None:
         """See `Policy`."""
@@ -197,7 +199,7 @@ class Speed:
 
     def plan(self, view: View) -> Plan:
         """See `Policy`."""
-        if not self._costs.seen(1) and not self._costs.known:
+        if not self._costs.known:
             return Plan(PLAIN, 0)  # what plain decoding takes is what everything else is weighed against
         self._matched = min(view.matched, _LOOKUPS)
         plans = {PLAIN: Plan(PLAIN, 0, 1.0, self._costs.round_ms(PLAIN, 0))}

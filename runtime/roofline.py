@@ -12,13 +12,12 @@ neither kernels that fall short of the roof, nor a device that grows hot.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specedge.runtime.errors import UsageError
+from specedge.runtime.options import PLAIN
 from specedge.runtime.schema import fields_of, one_line, parse_json
 
 __all__ = [
@@ -171,7 +170,7 @@ def predict(
         host_ms: What a round takes beside.
     """
     passes = [pass_ms(model, precision, device, rows, past) for rows in range(1, _LONGEST + 2)]
-    found = [Prediction("none", 0, passes[0] + host_ms, 1.0)]
+    found = [Prediction(PLAIN, 0, passes[0] + host_ms, 1.0)]
     for method, expected in gains.items():
         whole, each = drafts[method]
         rates = [
@@ -212,11 +211,3 @@ def read_profile(name: str) -> DeviceProfile:
         ) from None
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise UsageError(f"{path}: no device profile ({one_line(error)}); see docs/tuning.md") from None
-
-
-def profile_json(profile: DeviceProfile) -> str:
-    """A profile as a file."""
-    import dataclasses
-
-    values: dict[str, Any] = dataclasses.asdict(profile)
-    return json.dumps(values, indent=1) + "\n"

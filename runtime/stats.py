@@ -12,6 +12,7 @@ import numpy as np
 
 from specedge.runtime.contracts import Round
 from specedge.runtime.events import Stats
+from specedge.runtime.options import PLAIN
 
 __all__ = ["peak_memory_bytes", "total", "trim"]
 
@@ -65,7 +66,7 @@ def total(
         corrected=sum(item.corrected for item in decoding),
         bonus=sum(not item.corrected and len(item.tokens) > item.accepted for item in decoding),
         depths=_depths(decoding),
-        rounds=dict(Counter(item.draft.by or "none" for item in decoding)),
+        rounds=dict(Counter(item.draft.by or PLAIN for item in decoding)),
         step_ms=_percentiles([item.draft_ms + item.verify_ms + item.host_ms for item in decoding]),
         baseline_ms=median(baseline_ms) if baseline_ms else None,
         forecast=forecast,

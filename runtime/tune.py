@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -27,9 +27,9 @@ from specedge.runtime.engine import Engine
 from specedge.runtime.errors import UsageError
 from specedge.runtime.gains import ChainGain, Gain, TreeGain
 from specedge.runtime.graph import Decoder
-from specedge.runtime.options import AUTO
+from specedge.runtime.options import AUTO, PLAIN
 from specedge.runtime.pass_times import pass_times
-from specedge.runtime.policy import LONGEST, PLAIN
+from specedge.runtime.policy import LONGEST
 from specedge.runtime.survey import Survey, survey
 from specedge.runtime.tuning import Choice, Tuning, new_tuning
 
@@ -242,6 +242,4 @@ def _warnings(
 
 def as_json(report: Report) -> dict[str, Any]:
     """A report for a file."""
-    import dataclasses
-
-    return {**dataclasses.asdict(report.tuning), "warnings": list(report.warnings)}
+    return {**asdict(report.tuning), "warnings": list(report.warnings)}

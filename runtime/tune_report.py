@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specedge.runtime.options import PLAIN
 from specedge.runtime.plotting import check_plotting, png
-from specedge.runtime.policy import PLAIN
 from specedge.runtime.tuning import Tuning
 
 if TYPE_CHECKING:

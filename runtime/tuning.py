@@ -16,10 +16,10 @@ from typing import Any
 from specedge.runtime.bundle import Bundle, Manifest
 from specedge.runtime.errors import StorageError
 from specedge.runtime.files import check_writable, write_text
+from specedge.runtime.options import PLAIN
 from specedge.runtime.schema import fields_of, mapping_of, one_line, parse_json
 
 __all__ = [
-    "FOLDER",
     "Choice",
     "Tuning",
     "check_tuning_writable",
@@ -30,7 +30,7 @@ __all__ = [
     "write_tuning",
 ]
 
-FOLDER = "tuning"
+_FOLDER = "tuning"
 _MOST_BYTES = 1 << 20
 _LOG = logging.getLogger("specedge.runtime")
 
@@ -94,7 +94,7 @@ def device_name(device: str, threads: int) -> str:
 
 def tuning_path(bundle: Bundle, threads: int) -> Path:
     """Where this device's tuning of a bundle lies."""
-    return bundle.folder / FOLDER / f"{device_name(bundle.manifest.device, threads)}.json"
+    return bundle.folder / _FOLDER / f"{device_name(bundle.manifest.device, threads)}.json"
 
 
 def read_tuning(bundle: Bundle, threads: int) -> Tuning | None:
@@ -164,7 +164,7 @@ def _processor() -> str:
         found = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", text, re.MULTILINE)
     except OSError:
         found = None
-    return found[1] if found else platform.processor() or os.uname().machine if hasattr(os, "uname") else "unknown"
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _tuning(raw: Any) -> Tuning:
@@ -187,7 +187,7 @@ def _tuning(raw: Any) -> Tuning:
         method: {f"{_temperature(key):g}": _temperature(value) for key, value in mapping_of(best, "it").items()}
         for method, best in mapping_of(values.get("temperatures", {}), "temperatures").items()
     }
-    if "none" not in values["choices"]:
+    if PLAIN not in values["choices"]:
         raise ValueError("no choice for plain decoding")
     return Tuning(**values)
 

@@ -10,7 +10,7 @@ from specedge.runtime.contracts import Round
 __all__ = ["Watch", "likely_cause"]
 
 _LONG, _SHORT = 0.02, 0.12
-_FEWEST = 60.0
+_FEWEST = 60
 _SIGMAS = 4.0
 _WARM = 0.9
 _WINDOW, _GRAM, _REPEATED = 96, 4, 0.5
@@ -25,7 +25,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._long = self._short = 0.0
-        self._nodes = 0.0
+        self._nodes = 0
 
     def record(self, outcome: Round) -> tuple[float, float] | None:
         """Learns from a round of this drafter.
@@ -44,7 +44,8 @@ class Watch:
         if self._short >= self._long - _SIGMAS * error:
             return None
         fall = (self._long, self._short)
-        self.__init__()  # type: ignore[misc]  # what comes now is another text
+        self._long = self._short = 0.0
+        self._nodes = 0  # what comes now is another text
         return fall
 
 

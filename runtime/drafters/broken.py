@@ -15,12 +15,12 @@ class BrokenDrafter:
         error: Why it is not. It is raised when a draft is asked for, and ends drafting there.
     """
 
+    final = True
+    """Trying again would change nothing."""
+
     def __init__(self, name: str, error: Exception) -> None:
         self.name = name
         self._error = error
-
-    final = True
-    """Trying again would change nothing."""
 
     def propose(self, context: Context, budget: int) -> Draft:
         """See `contracts.Drafter`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specedge.runtime.contracts import EMPTY_DRAFT, Context, Draft, Verdict
+from specedge.runtime.options import PLAIN
 
 __all__ = ["NoDrafter"]
 
@@ -10,7 +11,7 @@ __all__ = ["NoDrafter"]
 class NoDrafter:
     """The drafter of method "none"."""
 
-    name = "none"
+    name = PLAIN
 
     def propose(self, context: Context, budget: int) -> Draft:
         return EMPTY_DRAFT

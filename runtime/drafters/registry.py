@@ -20,6 +20,7 @@ from specedge.runtime.graph import Decoder
 from specedge.runtime.growing import GrowingDecoder
 from specedge.runtime.heads import HeadsGraph
 from specedge.runtime.opening import Opener
+from specedge.runtime.options import PLAIN
 from specedge.runtime.soundness import check_weights
 
 __all__ = [
@@ -59,7 +60,7 @@ class Method:
 
 
 METHODS: Mapping[str, Method] = {
-    "none": Method(lambda manifest: ("",), lambda part, opener: NoDrafter()),
+    PLAIN: Method(lambda manifest: ("",), lambda part, opener: NoDrafter()),
     _DRAFT: Method(
         lambda manifest: tuple(manifest.drafts),
         lambda part, opener: _draft_model(f"{_DRAFT}:{part}", opener.draft(part)),

@@ -210,7 +210,10 @@ def test_the_roofline_by_hand():
     ],
 )  # fmt: skip
 def test_predictions_of_plain_decoding_are_near_what_others_report(device, model, precision, reported):
-    """Public figures (NVIDIA's MLC table for Orin Nano Super; embedl; TensorRT Edge-LLM 0.4.0), which nobody fitted."""
+    """Public figures: NVIDIA's MLC table for Orin Nano Super, embedl, TensorRT Edge-LLM 0.4.0.
+
+    The profiles' share of the bandwidth was chosen with them in view.
+    """
     assert 1e3 / pass_ms(MODELS[model], precision, read_profile(device), 1) == pytest.approx(reported, rel=0.2)
 
 
