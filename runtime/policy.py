@@ -27,6 +27,7 @@ _TRIALS, _TRIAL_LENGTH = 3, 4
 _FADE_IDLE = 0.002
 _FADE_REPLY = 0.2
 _PROMISE_KEPT = 0.95
+_PROMISE_REPLY = 0.3
 _PROMISE_TRUST = 2.0
 _LOOKUPS = 4
 _MORE = 4
@@ -196,6 +197,9 @@ class Speed:
         """See `Policy`."""
         for gain in self._gains.values():
             gain.fade(_FADE_REPLY)
+        # What copying is worth is a matter of the text: a reply may be of another kind than the one before.
+        for key, (promised, came) in self._promises.items():
+            self._promises[key] = (_PROMISE_REPLY * promised, _PROMISE_REPLY * came)
 
     def plan(self, view: View) -> Plan:
         """See `Policy`."""
