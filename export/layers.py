@@ -8,22 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.export.attention import COSINES, SINES
 from specedge.export.checkpoint import Checkpoint, Tensors
 from specedge.export.linear import Linears
-from specedge.export.nodes import MICROSOFT, GraphBuilder
+from specedge.export.nodes import GraphBuilder
+from specedge.export.norms import add_and_norm, rms_norm
 from specedge.export.rope import rotary_tables
 from specedge.export.vocabulary import Vocabulary
 from specedge.export.weights import WeightFile
 from specedge.models import Dimensions, Family, find_family, read_dimensions
 from specedge.quant.formats import EMBEDDING, HEAD, Format, nearest
-from specedge.quant.layer import Quantiser
+from specedge.quant.layer import Layer, Quantiser, join_layers
 from specedge.runtime.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["COSINES", "SINES", "Attention", "Decoder", "layer_modules", "linear_layers", "read_decoder"]
+__all__ = ["Attention", "Decoder", "layer_modules", "linear_layers", "read_decoder"]
 
-COSINES = "cos_cache"
-SINES = "sin_cache"
 _FINAL_NORM = "model.norm.weight"
+_GATE, _UP, _BOTH = "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"
 
 Matrix = NDArray[np.float32]
 
@@ -76,8 +77,21 @@ class Decoder:
         names = self.family
         weights.add(_attention_norm(layer), source.tensor(names.attention_norm).astype(self.form.dtype))
         weights.add(_mlp_norm(layer), source.tensor(names.mlp_norm).astype(self.form.dtype))
+        gate, up = (_module(layer, name) for name in (_GATE, _UP))
+        held: Layer | None = None
         for module, weight, bias in _of_layer(source, self.dimensions):
-            self.linears.store(weights, module, quantise(module, weight, bias))
+            rounded = quantise(module, weight, bias)
+            if module == gate:
+                held = rounded
+                continue
+            if module == up and held is not None:
+                # Both read the same rows: in one product these are rounded and read once.
+                both = join_layers(held, rounded)
+                if both is not None:
+                    self.linears.store(weights, _module(layer, _BOTH), both)
+                    continue
+                self.linears.store(weights, gate, held)
+            self.linears.store(weights, module, rounded)
 
     def run(
         self,
@@ -103,8 +117,7 @@ class Decoder:
         """
         sizes, apply = self.dimensions, self.linears.apply
         residual = self.vocabulary.embed(graph, ids)
-        norm = graph.weight(_attention_norm(0))
-        rows = graph.op("SimplifiedLayerNormalization", residual, norm, axis=-1, epsilon=sizes.norm_eps, stash_type=1)
+        rows = rms_norm(graph, residual, graph.weight(_attention_norm(0)), sizes.norm_eps)
         tapped = []
         for layer in range(sizes.layers):
             if layer in taps:
@@ -112,8 +125,7 @@ class Decoder:
             heads = attention(layer, apply(graph, rows, _module(layer, "self_attn.qkv_proj")))
             mixed = apply(graph, heads, _module(layer, "self_attn.o_proj"))
             rows, residual = self._norm(graph, mixed, residual, _mlp_norm(layer), f"layer_{layer}.mlp")
-            gate = apply(graph, rows, _module(layer, "mlp.gate_proj"))
-            up = apply(graph, rows, _module(layer, "mlp.up_proj"))
+            gate, up = self._gate_and_up(graph, rows, layer)
             gated = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
             mixed = apply(graph, gated, _module(layer, "mlp.down_proj"))
             last = layer + 1 == sizes.layers
@@ -124,12 +136,18 @@ class Decoder:
             graph.op("Concat", *tapped, axis=-1, name=inner)
         return rows
 
+    def _gate_and_up(self, graph: GraphBuilder, rows: str, layer: int) -> tuple[str, str]:
+        """Both products of a feed-forward layer's input, or the halves of the one that they were stored as."""
+        both = _module(layer, _BOTH)
+        if both not in self.linears:
+            gate, up = (self.linears.apply(graph, rows, _module(layer, name)) for name in (_GATE, _UP))
+            return gate, up
+        halves, size = (f"layer_{layer}.gate", f"layer_{layer}.up"), self.dimensions.mlp_size
+        graph.ops("Split", (self.linears.apply(graph, rows, both), graph.integers(size, size)), halves, axis=-1)
+        return halves
+
     def _norm(self, graph: GraphBuilder, x: str, residual: str, norm: str, label: str) -> tuple[str, str]:
-        """Adds x to the residual and norms the sum; returns both, the norm under the name `label`."""
-        inputs, outputs = (x, residual, graph.weight(norm)), (label, "", "", f"{label}.residual")
-        eps = self.dimensions.norm_eps
-        graph.ops("SkipSimplifiedLayerNormalization", inputs, outputs, domain=MICROSOFT, epsilon=eps)
-        return outputs[0], outputs[3]
+        return add_and_norm(graph, x, residual, graph.weight(norm), self.dimensions.norm_eps, label)
 
 
 def read_decoder(checkpoint: Checkpoint, form: Format, capacity: int) -> Decoder:
@@ -147,7 +165,8 @@ def read_decoder(checkpoint: Checkpoint, form: Format, capacity: int) -> Decoder
             f"{dimensions.window} or less, where the window does not matter"
         )
     exact = form.name == "gguf"  # nothing that its file says is rounded once more
-    linears, vocabulary = Linears(form.dtype, exact=exact), Vocabulary(form.dtype, exact=exact)
+    linears = Linears(form.dtype, exact=exact, explicit=form.explicit)
+    vocabulary = Vocabulary(form.dtype, exact=exact)
     return Decoder(family, dimensions, form, capacity, linears, vocabulary)
 
 
@@ -190,8 +209,8 @@ def layer_modules(names: Family) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return (
         ("self_attn.qkv_proj", (names.q, names.k, names.v)),
         ("self_attn.o_proj", (names.output,)),
-        ("mlp.gate_proj", (names.gate,)),
-        ("mlp.up_proj", (names.up,)),
+        (_GATE, (names.gate,)),
+        (_UP, (names.up,)),
         ("mlp.down_proj", (names.down,)),
     )
 

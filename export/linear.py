@@ -11,7 +11,9 @@ import numpy as np
 
 from specedge.export.nodes import GraphBuilder
 from specedge.export.products import Product, store_product
+from specedge.export.qdq import QdqProduct
 from specedge.export.weights import WeightFile
+from specedge.quant.grid import Rounded
 from specedge.quant.layer import Layer
 
 __all__ = ["Linears", "add_corrections", "store_corrections"]
@@ -24,18 +26,27 @@ class Linears:
     Attributes:
         dtype: numpy name of the activations.
         exact: Shifts of affine grids are stored as they are.
+        explicit: Rounding is written out (see `Format`).
     """
 
     dtype: str
     exact: bool = False
+    explicit: bool = False
 
     def __post_init__(self) -> None:
         self._products: dict[str, Product] = {}
 
     def store(self, weights: WeightFile, name: str, layer: Layer) -> None:
         """Appends a layer's tensors; their names begin with the layer's."""
-        self._products[name] = store_product(weights, f"{name}.weight", layer, self.dtype, exact=self.exact)
+        weight = f"{name}.weight"
+        if self.explicit and isinstance(layer.weight, Rounded):
+            self._products[name] = QdqProduct(weights, weight, layer.weight, self.dtype, layer.step)
+        else:
+            self._products[name] = store_product(weights, weight, layer, self.dtype, exact=self.exact)
         store_corrections(weights, name, layer, self.dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._products
 
     def apply(self, graph: GraphBuilder, x: str, name: str) -> str:
         """Adds the nodes that apply a stored layer to x, [..., in]; returns the name of [..., out]."""

@@ -50,6 +50,7 @@ class Format:
             "first" and "last" (layers).
         static: Activations are rounded with a calibrated step, the same for all rows.
         emulated: No operator multiplies this grid: weights are rounded to it and stored as floats.
+        explicit: Rounding stands in the graph as QuantizeLinear and DequantizeLinear, as a compiler wants it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Format:
     kept: tuple[tuple[str, Grid | None], ...] = ()
     static: bool = False
     emulated: bool = False
+    explicit: bool = False
 
 
 def _blocks(bits: int, group: int, scale_dtype: str = "float16", *, symmetric: bool = True) -> Grid:
@@ -66,6 +68,10 @@ def _blocks(bits: int, group: int, scale_dtype: str = "float16", *, symmetric: b
 
 def _float8(name: str, float_dtype: str) -> Format:
     return Format(name, "float32", Grid("float8", 8, float_dtype=float_dtype))
+
+
+def _compiled(name: str, grid: Grid) -> Format:
+    return Format(name, "float16", grid, kept=(("head", None),), static=True, explicit=True)
 
 
 _ROWS = Grid("integer", 8, narrow=True)
@@ -101,6 +107,17 @@ FORMATS: dict[str, dict[str, Format]] = {
             replace(_INT4, dtype="float16"),
         )
     },
+    # TensorRT rounds activations by steps that are known when it compiles, and weights by outputs. It
+    # keeps both ends of the vocabulary in floats: an embedding is no product.
+    "tensorrt": {
+        row.name: row
+        for row in (
+            Format("fp32", "float32"),
+            Format("fp16", "float16"),
+            _compiled("int8", _ROWS),
+            _compiled("fp8-e4m3", Grid("float8", 8, float_dtype="float8_e4m3fn")),
+        )
+    },
 }
 
 ALIASES = {"fp8": "fp8-e4m3", "int8-rows": "int8"}
@@ -112,7 +129,7 @@ _DRAFTS: dict[tuple[str, str], Format] = {
 }
 
 DEVICES = tuple(FORMATS)
-_DEFAULT = {"cpu": "fp32", "cuda": "fp16"}
+_DEFAULT = {"cpu": "fp32", "cuda": "fp16", "tensorrt": "fp16"}
 
 
 def default_precision(device: str) -> str:
@@ -130,7 +147,7 @@ def find_format(precision: str, device: str = "cpu", *, draft: bool = False) -> 
 
     Args:
         precision: Name of a row, "fp8" for "fp8-e4m3", or "int8-rows" for the row "int8" in a draft too.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "tensorrt".
         draft: The model drafts; it need not be good at many rows.
 
     Raises:
@@ -143,7 +160,7 @@ def find_format(precision: str, device: str = "cpu", *, draft: bool = False) -> 
     if name.startswith("fp8-") and name in FORMATS["cpu"]:
         raise UsageError(
             f"precision {precision!r} is not available on device {device!r}: FP8 arithmetic needs compute capability "
-            "8.9 or newer (Ada, Thor) through TensorRT, Orin has 8.7; use int8 or int4"
+            "8.9 or newer (Ada, Thor) and --device tensorrt; Orin has 8.7, so use int8 or int4 there"
         )
     raise UsageError(f"precision {precision!r} is not available on device {device!r}: choose one of {', '.join(rows)}")
 

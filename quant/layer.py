@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.quant.grid import Rounded, dequantise
+from specedge.quant.grid import Rounded, dequantise, join
 
-__all__ = ["Layer", "LowRank", "Quantiser", "effective_weight"]
+__all__ = ["Layer", "LowRank", "Quantiser", "effective_weight", "join_layers"]
 
 Matrix = NDArray[np.float32]
 
@@ -50,6 +50,25 @@ def effective_weight(layer: Layer) -> Matrix:
     """The weight [out, in] that the layer amounts to, its low-rank part included."""
     weight = dequantise(layer.weight) if isinstance(layer.weight, Rounded) else layer.weight
     return weight if layer.low_rank is None else weight + layer.low_rank.up @ layer.low_rank.down
+
+
+def join_layers(first: Layer, second: Layer) -> Layer | None:
+    """Two layers of the same input as one, the first's outputs before the second's.
+
+    Returns:
+        None where one product cannot do for both: other grids or steps, low-rank parts, a bias of one alone; and
+        where weights are plain floats, which in one product were no faster (measured: feed-forward layers alone 0
+        to 2 % slower in fp32, where a whole pass of 8 bits gains 2 to 9 %).
+    """
+    one, other = first.weight, second.weight
+    if not (isinstance(one, Rounded) and isinstance(other, Rounded)):
+        return None
+    alike = (one.grid, one.width, first.step) == (other.grid, other.width, second.step)
+    if not alike or first.low_rank or second.low_rank or (first.bias is None) != (second.bias is None):
+        return None
+    weight = Rounded(one.grid, np.concatenate([one.codes, other.codes]), join([one.group, other.group]), one.width)
+    bias = None if first.bias is None or second.bias is None else np.concatenate([first.bias, second.bias])
+    return Layer(weight, bias, step=first.step)
 
 
 class Quantiser(Protocol):

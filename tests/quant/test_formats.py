@@ -40,7 +40,9 @@ def test_blocks_that_mix_rows(text):
 
 
 def test_defaults():
-    assert {device: default_precision(device) for device in DEVICES} == {"cpu": "fp32", "cuda": "fp16"}
+    assert {device: default_precision(device) for device in DEVICES} == {
+        "cpu": "fp32", "cuda": "fp16", "tensorrt": "fp16",
+    }  # fmt: skip
     assert find_format("fp16", "cuda").dtype == "float16"
 
 
@@ -58,9 +60,10 @@ def test_an_int8_draft_is_fast_for_one_row_and_a_target_for_many():
             "precision 'bf16' .*: choose one of fp32, fp16, int8, int8-static, int8-block, int4, .*fp8-e4m3",
         ),
         ("fp32", "cuda", "precision 'fp32' is not available on device 'cuda': choose one of fp16, int8, int4"),
-        ("fp8", "cuda", "precision 'fp8' .*compute capability 8.9 or newer .*Orin has 8.7; use int8 or int4"),
+        ("fp8", "cuda", "precision 'fp8' .*compute capability 8.9 or newer .*Orin has 8.7, so use int8 or int4"),
         ("fp8-e5m2", "cuda", "compute capability 8.9"),
-        ("fp16", "tensorrt", "device 'tensorrt' is not available in this version: choose one of cpu, cuda"),
+        ("fp16", "npu", "device 'npu' is not available in this version: choose one of cpu, cuda, tensorrt"),
+        ("int4", "tensorrt", "precision 'int4' is not available on device 'tensorrt': choose one of fp32, fp16, int8"),
     ],
 )
 def test_what_is_not_in_the_table_is_named(precision, device, message):
@@ -69,8 +72,8 @@ def test_what_is_not_in_the_table_is_named(precision, device, message):
 
 
 def test_no_default_for_an_unknown_device():
-    with pytest.raises(UsageError, match="device 'tensorrt' is not available"):
-        default_precision("tensorrt")
+    with pytest.raises(UsageError, match="device 'npu' is not available"):
+        default_precision("npu")
 
 
 def test_fp8_is_the_one_with_more_mantissa():
