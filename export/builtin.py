@@ -16,8 +16,9 @@ from pathlib import Path
 
 from specedge.export.options import Progress
 from specedge.runtime.errors import DownloadError, StorageError
+from specedge.runtime.files import cache_folder
 
-__all__ = ["BUILTINS", "Builtin", "cache_folder", "fetch"]
+__all__ = ["BUILTINS", "Builtin", "fetch"]
 
 _CHUNK = 1 << 20
 
@@ -66,19 +67,6 @@ BUILTINS = {
         about="SmolLM2-135M-Instruct, 4 bits, by Hugging Face",
     ),
 }
-
-
-def cache_folder() -> Path:
-    """Where models are kept: $SPECEDGE_CACHE, else $XDG_CACHE_HOME/specedge, else the system's folder for caches."""
-    if own := os.environ.get("SPECEDGE_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "specedge"
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "specedge" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "specedge"
-    return Path.home() / ".cache" / "specedge"
 
 
 def fetch(name: str, *, offline: bool = False, progress: Progress | None = None) -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specedge.export.memory import release_memory
-from specedge.export.tolerances import DRAFT_MAX_KL, TOLERANCES, Bound
+from specedge.export.tolerances import DRAFT_MAX_KL, Bound, tolerance_of
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import Draft, Floats, Target
 from specedge.runtime.errors import ParityError
@@ -79,13 +79,19 @@ def check_target(
         ParityError: Two ways of running the same tokens disagree.
     """
     from specedge.runtime.graph import Decoder
+    from specedge.runtime.memory import DeviceMemory
 
-    bound = TOLERANCES[spec.precision].graph
+    bound = tolerance_of(spec.precision, compiled=spec.fixed).graph
     report: dict[str, Any] = _header(bound)
-    with _opened(Decoder(folder / spec.file, spec, capacity=min(spec.capacity, _ROWS))) as graph:
+    # A graph for a device is run as there, with tensors that are carried over and rows that a graph moves.
+    memory = DeviceMemory("cpu") if spec.compact else None
+    with _opened(Decoder(folder / spec.file, spec, capacity=spec.rows_for(_ROWS), memory=memory)) as graph:
         logits = [_chain(graph, prompt) for prompt in prompts]
         report["pieces"] = _check_pieces(graph, prompts, logits, bound)
         report["tree"] = _check_tree(graph, prompts[0], spec.vocab_size, bound)
+    if spec.chains:
+        with _opened(Decoder(folder / spec.file, spec, capacity=spec.rows_for(_ROWS), masked=False)) as twin:
+            report["chains"] = _check_pieces(twin, prompts, logits, bound)
     report["standard"] = _check_standard(folder / standard, spec, prompts, logits, bound)
     return report, logits
 
@@ -97,7 +103,7 @@ def check_growing(folder: Path, spec: GraphSpec, prompts: Sequence[Tokens]) -> t
     """
     from specedge.runtime.growing import GrowingDecoder
 
-    bound = TOLERANCES[spec.precision].graph
+    bound = tolerance_of(spec.precision, compiled=spec.fixed).graph
     with _opened(GrowingDecoder(folder / spec.file, spec)) as graph:
         logits = [_chain(graph, prompt) for prompt in prompts]
         worst = _check_pieces(graph, prompts, logits, bound)
@@ -118,7 +124,7 @@ def check_draft(
     from specedge.runtime.graph import Decoder
 
     common = min(spec.vocab_size, logits[0].shape[1])
-    with _opened(Decoder(folder / spec.file, spec, capacity=min(spec.capacity, _ROWS))) as graph:
+    with _opened(Decoder(folder / spec.file, spec, capacity=spec.rows_for(_ROWS))) as graph:
         known = [[token if token < common else 0 for token in prompt] for prompt in prompts]
         drafted = [_chain(graph, prompt)[:, :common] for prompt in known]
     report = agreement([rows[:, :common] for rows in logits], drafted, f"draft {name}")

@@ -32,6 +32,7 @@ __all__ = ["Graphs", "Plan", "check_recipes", "make_plan"]
 
 MEDUSA = "medusa"
 _DEFAULT_CAPACITY = 4096
+_COMPILED_CAPACITY = 2048  # an engine reads the whole cache in every pass, however full it is
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
 _log = logging.getLogger("specedge.export")
@@ -98,7 +99,18 @@ class Plan:
     def _write(self, family: str, folder: Path, report: Progress) -> Graphs:
         written = _counter(report, "write target", self.estimate.target)
         taps = self.heads.config.taps if self.heads is not None else ()
-        store = Storage(self.checkpoint, self.options.device, self.capacity, self.options.seed, report, written, taps)
+        asked = self.options
+        store = Storage(
+            self.checkpoint,
+            asked.device,
+            self.capacity,
+            asked.seed,
+            report,
+            written,
+            taps,
+            asked.attention,
+            asked.draft_device,
+        )
         target = store.target(folder, self.target, self.calibration)
         report("write target", target.weight_bytes, target.weight_bytes)
         if self.calibration is not None:
@@ -118,7 +130,7 @@ class Plan:
         from specedge.export.heads_calibration import write_calibration
 
         report("write heads", 0, 2)
-        spec = write_heads(heads, self.checkpoint, folder, self.options.heads_recipe)
+        spec = write_heads(heads, self.checkpoint, folder, self.options.heads_recipe, self.options.device)
         report("write heads", 1, 2)
         write_calibration(folder, MEDUSA, heads, target, spec, self.calibration)
         report("write heads", 2, 2)
@@ -140,7 +152,7 @@ def make_plan(checkpoint: Checkpoint, options: ExportOptions, *, torch: bool, re
         DownloadError: A draft model cannot be fetched.
     """
     family = _find_builder(checkpoint)
-    capacity = _capacity(checkpoint, options.capacity)
+    capacity = _capacity(checkpoint, options)
     target, drafts = options.target, options.draft_plans
     if family is None:
         if options.precision not in (None, "fp32") or options.device != "cpu":
@@ -269,10 +281,12 @@ def _find_builder(checkpoint: Checkpoint) -> str | None:
     return family.name
 
 
-def _capacity(checkpoint: Checkpoint, wanted: int | None) -> int:
+def _capacity(checkpoint: Checkpoint, options: ExportOptions) -> int:
+    wanted = options.capacity
     context = next((value for key in _CONTEXT_KEYS if isinstance(value := checkpoint.config.get(key), int)), None)
     if wanted is None:
-        return min(context or _DEFAULT_CAPACITY, _DEFAULT_CAPACITY)
+        usual = _COMPILED_CAPACITY if options.device == "tensorrt" else _DEFAULT_CAPACITY
+        return min(context or usual, usual)
     if context is not None and wanted > context:
         raise UsageError(f"capacity is {wanted}: the context of {checkpoint.name} ends at {context}; give at most that")
     return wanted

@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.decoder import save_graph
+from specedge.export.dialects import Dialect, find_dialect
 from specedge.export.heads_file import Heads
+from specedge.export.kernels import check_kernels
 from specedge.export.linear import Linears
 from specedge.export.nodes import GraphBuilder
+from specedge.export.norms import rms_norm
 from specedge.export.vocabulary import Vocabulary
 from specedge.export.weights import WeightFile
 from specedge.models import find_family, read_dimensions
@@ -39,7 +42,7 @@ _PLACES, _IDS, _ONES = "places", "guessed", "ones"
 Matrix = NDArray[np.float32]
 
 
-def write_heads(heads: Heads, checkpoint: Checkpoint, folder: Path, recipe: Recipe) -> HeadsSpec:
+def write_heads(heads: Heads, checkpoint: Checkpoint, folder: Path, recipe: Recipe, device: str = "cpu") -> HeadsSpec:
     """Writes heads into the folder of a bundle.
 
     Args:
@@ -47,15 +50,19 @@ def write_heads(heads: Heads, checkpoint: Checkpoint, folder: Path, recipe: Reci
         checkpoint: The target, whose vocabulary they use.
         folder: The bundle's.
         recipe: How they are stored.
+        device: "cpu", "cuda" or "tensorrt".
 
     Raises:
+        ExportError: The device has no kernel for a node.
         StorageError: A file cannot be written.
     """
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     with WeightFile(path.with_suffix(".onnx_data")) as weights:
         stored = _Stored.store(heads, checkpoint, weights, recipe)
-        model = stored.graph(weights)
+        dialect = find_dialect(device)
+        model = stored.graph(weights, dialect)
+    check_kernels(model, dialect, FILE)
     save_graph(model, path)
     config = heads.config
     return HeadsSpec(
@@ -111,8 +118,8 @@ class _Stored:
             weights.add(_PLACES, places)
         return stored
 
-    def graph(self, weights: WeightFile) -> ModelProto:
-        config, graph = self.config, GraphBuilder(weights, self.dtype)
+    def graph(self, weights: WeightFile, dialect: Dialect) -> ModelProto:
+        config, graph = self.config, GraphBuilder(weights, self.dtype, dialect)
         state = self._start(graph)
         place = self._place_of_token(graph) if config.chain else ""
         together = not config.chain and config.lm_head == "shared"
@@ -180,9 +187,7 @@ class _Stored:
         return graph.op("Mul", row, is_known)
 
     def _norm(self, graph: GraphBuilder, rows: str) -> str:
-        return graph.op(
-            "SimplifiedLayerNormalization", rows, graph.weight(_ONES), axis=-1, epsilon=NORM_EPS, stash_type=1
-        )
+        return rms_norm(graph, rows, graph.weight(_ONES), NORM_EPS)
 
     def _logits(self, graph: GraphBuilder, head: int, row: str) -> str:
         name = f"heads.{head}.lm_head"

@@ -65,7 +65,7 @@ def measure_heads(folder: Path, target: GraphSpec, spec: HeadsSpec, texts: Seque
     """
     ranks: list[list[int]] = []
     longest = max((len(text.tokens) for text in texts), default=0)
-    graph = Decoder(folder / target.file, target, capacity=min(target.capacity, max(64, longest + 2)))
+    graph = Decoder(folder / target.file, target, capacity=target.rows_for(max(64, longest + 2)))
     heads = HeadsGraph(folder / spec.file, spec, target.vocab_size)
     try:
         for text in texts:

@@ -26,7 +26,7 @@ def check_heads(
     Raises:
         ParityError: They give no tokens, the same twice, or logits that are no numbers.
     """
-    graph = Decoder(folder / target.file, target, capacity=min(target.capacity, _ROWS))
+    graph = Decoder(folder / target.file, target, capacity=target.rows_for(_ROWS))
     heads = HeadsGraph(folder / spec.file, spec, target.vocab_size)
     try:
         for prompt in prompts:

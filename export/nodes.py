@@ -8,30 +8,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.export.dialects import GQA, Dialect
 from specedge.export.weights import WeightFile
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-__all__ = ["IR_VERSION", "MICROSOFT", "OPSET", "GraphBuilder"]
+__all__ = ["IR_VERSION", "MICROSOFT", "GraphBuilder"]
 
 MICROSOFT = "com.microsoft"
-OPSET = 21  # the newest that onnxruntime 1.23 on a device still shares with all execution providers
 IR_VERSION = 10
 
 
 class GraphBuilder:
     """Collects nodes. Tensors are known by name; a name is given once."""
 
-    def __init__(self, weights: WeightFile, dtype: str) -> None:
+    def __init__(self, weights: WeightFile, dtype: str, dialect: Dialect = GQA) -> None:
         """Starts an empty graph.
 
         Args:
             weights: Where its weights are.
             dtype: numpy name of the activations.
+            dialect: Which operators it is made of.
         """
         self.weights = weights
         self.dtype = dtype
+        self.dialect = dialect
         self._nodes: list[NodeProto] = []
         self._initialisers: dict[str, TensorProto] = {}
         self._inputs: list[ValueInfoProto] = []
@@ -109,7 +111,9 @@ class GraphBuilder:
         from onnx import helper
 
         graph = helper.make_graph(self._nodes, title, self._inputs, self._outputs, list(self._initialisers.values()))
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        opsets = [helper.make_opsetid("", self.dialect.opset)]
+        if self.dialect.contrib:
+            opsets.append(helper.make_opsetid(MICROSOFT, 1))
         return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="specedge")
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from specedge.export.dialects import find_dialect
 from specedge.export.drafts import DraftPlan, parse_draft
-from specedge.quant.formats import default_precision, is_row_invariant
+from specedge.quant.formats import DEVICES, default_precision, is_row_invariant
 from specedge.quant.recipe import Method, Recipe, parse_methods, parse_recipe
 from specedge.runtime.errors import UsageError
 from specedge.runtime.prompts import Prompt
@@ -31,10 +32,13 @@ PHASES = (
 
 # Measured on a CPU: 8 bits run as fast as 4 (SmolLM2-135M), and agree without the help of a 4-bit
 # grid in the checkpoint. Not measured on a GPU, which should wait for memory, where 4 bits are half
-# of it. A copy of an INT8 or INT4 target would save nothing.
-_DEFAULT_DRAFTS: Mapping[str, tuple[str, ...]] = {"cpu": ("self-int8",), "cuda": ("self-int4",)}
+# of it. A copy of an INT8 or INT4 target would save nothing. TensorRT's 8 bits have to be calibrated, which
+# takes minutes and so waits until it is asked for.
+_DEFAULT_DRAFTS: Mapping[str, tuple[str, ...]] = {"cpu": ("self-int8",), "cuda": ("self-int4",), "tensorrt": ()}
 
 _WORTH_DRAFTING = ("fp32", "fp16")
+
+_DEFAULT_HEADS = {"cpu": "int8", "cuda": "int8", "tensorrt": "fp16"}
 
 _SMALLEST_CAPACITY = 64
 _LARGEST_SEED = 1 << 63
@@ -45,14 +49,16 @@ class ExportOptions:
     """What to export.
 
     Attributes:
-        precision: A recipe, as `parse_recipe` reads it; None: fp32 on a CPU, fp16 on CUDA.
-        device: "cpu" or "cuda".
+        precision: A recipe, as `parse_recipe` reads it; None: fp32 on a CPU, fp16 elsewhere.
+        device: "cpu", "cuda" or "tensorrt".
+        attention: Operators of the attention, as `find_dialect` reads it; None: the device's own.
+        draft_device: Where drafts run; None: where the target does.
         drafts: Draft models to put in, as `parse_draft` reads them; ("none",) for none. None takes the
             device's default draft where the target is fp32 or fp16, else none.
         compensate: What compensates the rounding of the drafts, and of the target, whose recipes
             name no method; None: nothing does.
         heads: Medusa heads to put in: a file or folder, or "none". None takes those shipped for a built-in model.
-        heads_precision: How they are stored, as `parse_recipe` reads it.
+        heads_precision: How they are stored, as `parse_recipe` reads it; None: int8, for TensorRT fp16.
         calibration: A folder to keep what calibration measures in, or that holds it; None: it is not kept.
         calibration_prompts: What to calibrate on; None: what the target writes by itself.
         seed: Of the text that the target writes, and of distillation.
@@ -66,10 +72,12 @@ class ExportOptions:
 
     precision: str | None = None
     device: str = "cpu"
+    attention: str | None = None
+    draft_device: str | None = None
     drafts: tuple[str, ...] | None = None
     compensate: str | None = None
     heads: str | None = None
-    heads_precision: str = "int8"
+    heads_precision: str | None = None
     calibration: Path | None = None
     calibration_prompts: tuple[Prompt, ...] | None = None
     seed: int = 0
@@ -80,6 +88,8 @@ class ExportOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
+        _ = self.target  # an unknown device is told first
+        find_dialect(self.device, self.attention)
         for recipe in (self.target, *(plan.recipe for plan in self.draft_plans)):
             if recipe.form.emulated:
                 raise UsageError(
@@ -125,7 +135,8 @@ class ExportOptions:
     @property
     def heads_recipe(self) -> Recipe:
         """How heads are stored: as a draft is, since they run one row."""
-        recipe = parse_recipe(self.heads_precision, self.device, draft=True)
+        precision = self.heads_precision if self.heads_precision is not None else _DEFAULT_HEADS[self.device]
+        recipe = parse_recipe(precision, self.device, draft=True)
         if recipe.calibrated or recipe.form.name == "gguf":
             raise UsageError(f"heads precision {recipe.name!r}: heads are only rounded; give fp32, int8 or int4")
         return recipe
@@ -133,14 +144,16 @@ class ExportOptions:
     @property
     def draft_plans(self) -> tuple[DraftPlan, ...]:
         """Drafts to write, each once; one in the target's own recipe would save nothing."""
-        drafts = self.drafts
+        drafts, device = self.drafts, self.draft_device or self.device
+        if device not in DEVICES:
+            raise UsageError(f"draft device is {device!r}: choose one of {', '.join(DEVICES)}")
         if drafts is None:
-            drafts = _DEFAULT_DRAFTS[self.device] if self.target.form.name in _WORTH_DRAFTING else ()
+            drafts = _DEFAULT_DRAFTS[device] if self.target.form.name in _WORTH_DRAFTING else ()
         plans: dict[str, DraftPlan] = {}
         for text in dict.fromkeys(drafts):
             if text == "none":
                 continue
-            plan = parse_draft(text, self.device, self.methods)
+            plan = parse_draft(text, device, self.methods)
             if plan.name in plans:
                 raise UsageError(f"drafts {plans[plan.name].text!r} and {text!r} would have one name; leave one out")
             if plan.kind != "self" or (plan.recipe.form, plan.recipe.methods) != (

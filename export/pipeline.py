@@ -17,6 +17,7 @@ from specedge.export.options import PHASES, ExportOptions, Progress
 from specedge.export.writer import check_apart, check_name, check_space, staged
 from specedge.runtime.bundle import FileEntry, Manifest, hash_file, open_bundle, write_manifest
 from specedge.runtime.errors import SpecEdgeError, StorageError
+from specedge.runtime.files import cache_folder
 
 __all__ = ["PHASES", "ExportOptions", "Progress", "bundle_for", "export"]
 
@@ -84,8 +85,6 @@ def bundle_for(name: str, progress: Progress | None = None, offline: bool = Fals
     Raises:
         SpecEdgeError: As `export`.
     """
-    from specedge.export.builtin import cache_folder
-
     folder = cache_folder() / "bundles" / name
     if _is_whole(folder):
         return folder
@@ -127,7 +126,7 @@ def _check(folder: Path, checkpoint: Checkpoint, graphs: Graphs, report: Progres
     report("self-check", steps, steps)
     report("parity check", 0, 1)
     release_memory()
-    parity = check_pytorch(checkpoint.path, target.precision, prompts, logits, checkpoint.config)
+    parity = check_pytorch(checkpoint.path, target.precision, prompts, logits, checkpoint.config, compiled=target.fixed)
     report("parity check", 1, 1)
     return {"self": own, "drafts": drafts, "heads": heads, "pytorch": parity}
 

@@ -27,6 +27,7 @@ def write_recipe(
     stem: str,
     capacity: int,
     device: str = "cpu",
+    attention: str | None = None,
     draft: bool = False,
     taps: Sequence[int] = (),
     target: Checkpoint | None = None,
@@ -42,7 +43,7 @@ def write_recipe(
         recipe: Format and methods.
         calibration: Of this checkpoint; None where the recipe needs none.
         stem: "target" or "draft".
-        capacity, device, draft, taps, on_tensor: As `write_decoder`.
+        capacity, device, attention, draft, taps, on_tensor: As `write_decoder`.
         target: What a draft is distilled from, where that is another checkpoint.
         seed: Of distillation.
         progress: Told of steps of distillation.
@@ -66,6 +67,7 @@ def write_recipe(
         precision=recipe.name,
         capacity=capacity,
         device=device,
+        attention=attention,
         standard=stem == "target",
         draft=draft,
         taps=taps,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specedge.export.layers import COSINES, SINES, Decoder
+from specedge.export.attention import COSINES, SINES
+from specedge.export.layers import Decoder
 from specedge.export.nodes import MICROSOFT, GraphBuilder
 from specedge.export.weights import WeightFile
 from specedge.runtime.contracts import GraphNames as Names

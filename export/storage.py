@@ -32,12 +32,14 @@ class Storage:
 
     Attributes:
         checkpoint: The target's.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "tensorrt".
         capacity: Rows of the target's cache.
         seed: Of distillation.
         report: Told how far calibration and the search of layers are.
         on_tensor: Told how many bytes were just written.
         taps: Layers whose inputs the target gives, for heads.
+        attention: Operators of the attention; None: the device's own.
+        draft_device: Where drafts run, if elsewhere.
     """
 
     checkpoint: Checkpoint
@@ -47,6 +49,8 @@ class Storage:
     report: Progress
     on_tensor: Callable[[int], None]
     taps: tuple[int, ...] = ()
+    attention: str | None = None
+    draft_device: str | None = None
 
     def target(self, folder: Path, recipe: Recipe, calibration: PreparedCalibration | None) -> GraphSpec:
         """Writes the target, and the standard graph beside it, into a bundle's folder."""
@@ -69,6 +73,12 @@ class Storage:
             model: The draft's own checkpoint, where it is another model.
             calibration: Of the target.
         """
+        if self.draft_device not in (None, self.device):
+            # There it has a cache of its own: no two devices share one.
+            attention = None if (self.draft_device, self.attention) == ("tensorrt", "gqa") else self.attention
+            elsewhere = replace(self, device=self.draft_device, attention=attention, draft_device=None)
+            draft = elsewhere.draft(folder, plan, target, model, calibration)
+            return replace(draft, device=self.draft_device, shares_cache=False, cache_layers=())
         where = f"drafts/{plan.name}"
         if model is not None:
             from specedge.export.draft_model import draft_capacity
@@ -119,6 +129,7 @@ class Storage:
             stem="target" if is_target else "draft",
             capacity=self.capacity,
             device=self.device,
+            attention=self.attention,
             draft=not is_target,
             taps=self.taps if is_target else (),
             target=None if checkpoint is self.checkpoint else self.checkpoint,
@@ -126,7 +137,8 @@ class Storage:
             on_tensor=self.on_tensor,
             progress=self._calibrating,
         )
-        return replace(spec, file=f"{where}/{spec.file}")
+        file, chains, compact = (f"{where}/{name}" if name else "" for name in (spec.file, spec.chains, spec.compact))
+        return replace(spec, file=file, chains=chains, compact=compact)
 
     @contextmanager
     def _own(

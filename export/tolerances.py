@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DRAFT_MAX_KL", "TOLERANCES", "Bound", "Tolerance"]
+__all__ = ["DRAFT_MAX_KL", "TOLERANCES", "Bound", "Tolerance", "tolerance_of"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,14 @@ TOLERANCES: dict[str, Tolerance] = {
 """By precision. Measured on SmolLM2-135M, largest: fp32 8e-5 and 8e-5; fp16 0.10 and 0.16; mean KL of int8
 0.03 and 0.06, of int4 0.01 and 0.5."""
 
+ROUNDED = Tolerance(graph=Bound(None, 0.25), pytorch=Bound(None, 1.0))
+"""Of graphs in 16 bits whose activations are rounded by a step that all rows share (TensorRT's int8 and FP8)."""
+
 DRAFT_MAX_KL = 4.0
 """Largest mean KL(target||draft): a draft may be poor, since the target decides, but a draft that
 guesses no better than chance means that its graph is broken (ln 49152 is 10.8)."""
+
+
+def tolerance_of(precision: str, *, compiled: bool) -> Tolerance:
+    """The row of a graph: of its precision, or, compiled and with activations rounded to 8 bits, `ROUNDED`."""
+    return ROUNDED if compiled and precision not in ("fp32", "fp16") else TOLERANCES[precision]

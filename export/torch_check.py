@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from specedge.export.check import agreement, compare
-from specedge.export.tolerances import TOLERANCES
+from specedge.export.tolerances import Bound, tolerance_of
 from specedge.runtime.contracts import Floats
 from specedge.runtime.errors import ExportError, ParityError
 
@@ -34,6 +34,8 @@ def check_pytorch(
     prompts: Sequence[Sequence[int]],
     logits: Sequence[Floats],
     config: Mapping[str, Any] | None = None,
+    *,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Compares the target's logits with those of PyTorch in fp32.
 
@@ -43,6 +45,7 @@ def check_pytorch(
         precision: Of the target graph.
         prompts: Token ids.
         logits: The target's, one array [tokens, vocab] a prompt.
+        compiled: Whether it is made to be compiled, which rounds activations by shared steps.
 
     Returns:
         The report; its status is "skipped", with the reason, where PyTorch is not installed or
@@ -61,13 +64,14 @@ def check_pytorch(
             return report
         with np.load(Path(scratch) / "logits.npz") as arrays:
             expected = [arrays[str(index)] for index in range(len(prompts))]
-    return _judge(precision, expected, logits, report)
+    bound = tolerance_of(precision, compiled=compiled).pytorch
+    return _judge(precision, bound, expected, logits, report)
 
 
 def _judge(
-    precision: str, expected: Sequence[Floats], logits: Sequence[Floats], report: dict[str, Any]
+    precision: str, bound: Bound, expected: Sequence[Floats], logits: Sequence[Floats], report: dict[str, Any]
 ) -> dict[str, Any]:
-    bound, worst = TOLERANCES[precision].pytorch, 0.0
+    worst = 0.0
     for index, (wanted, given) in enumerate(zip(expected, logits, strict=True)):
         if wanted.shape != given.shape:
             raise ParityError(

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.export.checkpoint import Checkpoint
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import GraphNames as Names
-from specedge.tests.reference import session
+from specedge.tests.reference import forward, random_tree, session
 
-__all__ = ["Speculative", "Standard"]
+__all__ = ["Speculative", "Standard", "tree_errors"]
 
 
 class Speculative:
-    """The speculative graph with a cache of its own, filled from row 0 on."""
+    """The speculative graph of any flavour, or its twin without a mask, with a cache of its own, from row 0 on."""
 
     def __init__(self, path: Path, spec: GraphSpec, capacity: int | None = None) -> None:
         self.session = session(path)
@@ -29,6 +30,7 @@ class Speculative:
             (layer, kind): np.full(shape, 7.0, self.dtype) for layer in range(spec.layers) for kind in ("key", "value")
         }
         self.length = 0
+        self.outputs: dict[str, NDArray[Any]] = {}
 
     def run(
         self,
@@ -57,18 +59,23 @@ class Speculative:
             Names.ATTENTION_BIAS: bias,
             Names.LAST_INDEX: np.array([past + rows - 1], np.int32),
             Names.TOTAL: np.array([self.capacity], np.int32),
+            Names.WRITE_INDEX: np.array([past], np.int64),
             Names.LOGIT_ROWS: np.arange(real) if wanted is None else np.array(wanted, np.int64),
         }
+        taken = {item.name for item in self.session.get_inputs()}
+        feeds = {name: array for name, array in feeds.items() if name in taken}
         binding = self.session.io_binding()
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
         for (layer, kind), array in self.cache.items():
             for bind, name in ((binding.bind_input, Names.past), (binding.bind_output, Names.present)):
                 bind(name(layer, kind), "cpu", 0, self.dtype, array.shape, array.ctypes.data)
-        for name in (Names.LOGITS, Names.HIDDEN):
+        free = [item.name for item in self.session.get_outputs() if not item.name.startswith("present")]
+        for name in free:
             binding.bind_output(name, "cpu")
         self.session.run_with_iobinding(binding)
-        *_, logits, hidden = binding.copy_outputs_to_cpu()
+        self.outputs = dict(zip(free, binding.copy_outputs_to_cpu()[-len(free) :], strict=True))
+        logits, hidden = self.outputs[Names.LOGITS], self.outputs[Names.HIDDEN]
         self.length += real
         return logits[0], hidden[0, :real]
 
@@ -90,3 +97,20 @@ class Standard:
         logits, *cache = self.session.run(outputs, feeds)
         self.cache = dict(zip(self.cache, cache, strict=True))
         return logits
+
+
+def tree_errors(
+    graph: Speculative, checkpoint: Checkpoint, rng: np.random.Generator, past: int, pad: int, nodes: int = 12
+) -> tuple[float, float]:
+    """Runs random rows and a random tree behind them; the largest errors of its logits and hidden rows."""
+    before, tokens = rng.integers(0, 160, past), rng.integers(0, 160, nodes)
+    if past:
+        graph.run(before, pad=pad)
+    tree, depth = random_tree(rng, nodes)
+    found = graph.run(tokens, depth, tree, pad=pad)
+    allowed = np.tril(np.ones((past + nodes, past + nodes), bool))
+    allowed[past:, past:] = tree
+    positions = np.concatenate([np.arange(past), past + depth])
+    expected = forward(checkpoint, np.concatenate([before, tokens]), positions, allowed)
+    logits, hidden = (float(np.abs(ours - wanted[past:]).max()) for ours, wanted in zip(found, expected, strict=True))
+    return logits, hidden

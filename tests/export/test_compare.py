@@ -267,6 +267,7 @@ def test_the_defaults_are_recipes():
 
 
 @pytest.mark.model
+@pytest.mark.long
 def test_the_real_model(dev_prompts_file, tmp_path):
     """Bounds are far from what was measured on 13 prompts: int8 .931, int4 .980."""
     out = tmp_path / "result.json"

@@ -11,8 +11,8 @@ from specedge.export.decoder import write_decoder
 from specedge.quant.formats import find_format, grid_for
 from specedge.quant.grid import dequantise, round_nearest
 from specedge.runtime.errors import CheckpointError, StorageError, UnsupportedModelError, UsageError
-from specedge.tests.export.graphs import Speculative
-from specedge.tests.reference import changed, forward, memory_checkpoint, random_tree
+from specedge.tests.export.graphs import Speculative, tree_errors
+from specedge.tests.reference import changed, forward, memory_checkpoint
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -84,19 +84,8 @@ def test_an_int8_draft(tmp_path, rng):
 @pytest.mark.parametrize("capacity", [None, 32])
 def test_a_tree_sees_its_own_paths_only(tmp_path, rng, precision, past, pad, capacity):
     checkpoint = memory_checkpoint()
-    path, spec = write(checkpoint, tmp_path, precision)
-    graph = Speculative(path, spec, capacity)
-    before, nodes = rng.integers(0, 160, past), rng.integers(0, 160, 12)
-    if past:
-        graph.run(before, pad=pad)
-    tree, depth = random_tree(rng, 12)
-    logits, hidden = graph.run(nodes, depth, tree, pad=pad)
-    allowed = np.tril(np.ones((past + 12, past + 12), bool))
-    allowed[past:, past:] = tree
-    positions = np.concatenate([np.arange(past), past + depth])
-    expected, rows = forward(checkpoint, np.concatenate([before, nodes]), positions, allowed)
-    assert np.abs(logits - expected[past:]).max() < CLOSE[precision]
-    assert np.abs(hidden - rows[past:]).max() < CLOSE[precision]
+    graph = Speculative(*write(checkpoint, tmp_path, precision), capacity)
+    assert max(tree_errors(graph, checkpoint, rng, past, pad)) < CLOSE[precision]
 
 
 def test_pieces_and_a_rewind_continue_where_the_cache_ends(tmp_path, rng):
@@ -164,6 +153,11 @@ def test_what_the_manifest_is_told(tmp_path):
         "cache_layers": (),
         "recipe": "fp16",
         "taps": (),
+        "device": "",
+        "fixed": False,
+        "top": 0,
+        "chains": "",
+        "compact": "",
     }
     assert {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}["target.onnx_data"] == sum(told)
 
@@ -207,7 +201,9 @@ def test_the_graph_file_stays_small_and_declares_an_old_opset(tmp_path):
     ("options", "error", "message"),
     [
         ({"precision": "int2"}, UsageError, "precision 'int2'"),
-        ({"device": "tensorrt"}, UsageError, "device 'tensorrt' is not available in this version"),
+        ({"device": "npu"}, UsageError, "device 'npu' is not available in this version"),
+        ({"attention": "flash"}, UsageError, "attention is 'flash': choose one of gqa, onnx24, plain"),
+        ({"device": "tensorrt", "attention": "gqa"}, UsageError, "TensorRT does not know GroupQueryAttention"),
         ({"device": "cuda", "precision": "fp32"}, UsageError, "precision 'fp32' is not available on device 'cuda'"),
         ({"capacity": 129}, UsageError, "capacity is 129: tiny takes 1 to 128 positions"),
         ({"capacity": 0}, UsageError, "capacity is 0"),

@@ -14,9 +14,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from specedge.export import builtin, sources
-from specedge.export.builtin import BUILTINS, Builtin, cache_folder, fetch
+from specedge.export.builtin import BUILTINS, Builtin, fetch
 from specedge.export.sources import resolve
 from specedge.runtime.errors import CheckpointError, DownloadError, SpecEdgeError, StorageError, UsageError
+from specedge.runtime.files import cache_folder
 from specedge.tests.tiny import write_tiny_checkpoint, write_tiny_gguf
 
 

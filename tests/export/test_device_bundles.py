@@ -1,0 +1,43 @@
+"""Whole bundles for GPUs, exported and then run on the CPU: as far as that goes without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from specedge.export.pipeline import ExportOptions, export
+from specedge.runtime.engine import Engine
+from specedge.runtime.errors import UsageError
+
+pytest.importorskip("onnx")
+
+
+@pytest.mark.parametrize(
+    ("precision", "attention"), [("fp16", "onnx24"), ("fp16", "plain"), ("int8", "plain"), ("fp8-e4m3", "onnx24")]
+)
+def test_a_bundle_for_tensorrt_passes_its_checks(tiny_checkpoint, tmp_path, precision, attention):
+    """Its rounded forms too, whose steps calibration finds; and a smaller cache than theirs is refused at once."""
+    options = ExportOptions(device="tensorrt", precision=precision, attention=attention, capacity=96)
+    manifest = export(str(tiny_checkpoint), tmp_path / "bundle", options)
+    assert (manifest.target.flavour, manifest.target.fixed) == (attention, True)
+    with Engine(tmp_path / "bundle", device="cpu") as engine:
+        *_, plain = engine.generate("the quick brown fox", method="none", max_tokens=24)
+        *_, drafted = engine.generate("the quick brown fox", method="ngram", max_tokens=24)
+    assert drafted.ids == plain.ids
+    with pytest.raises(UsageError, match="compiled for 96 rows"):
+        Engine(tmp_path / "bundle", device="cpu", capacity=64)
+
+
+def test_a_draft_elsewhere_has_its_own_device_and_cache(tiny_checkpoint, tmp_path):
+    options = ExportOptions(draft_device="tensorrt", drafts=("self-fp16",), capacity=100)
+    manifest = export(str(tiny_checkpoint), tmp_path / "bundle", options)
+    spec = manifest.drafts["self-fp16"]
+    assert (manifest.device, spec.device, spec.flavour, spec.shares_cache) == ("cpu", "tensorrt", "onnx24", False)
+    with Engine(tmp_path / "bundle", device="cpu", capacity=80) as engine:
+        *_, plain = engine.generate("the quick brown fox", method="none", max_tokens=30)
+        *_, drafted = engine.generate("the quick brown fox", method="draft", max_tokens=30)
+    assert drafted.ids == plain.ids
+    assert drafted.stats.proposed
+    with Engine(tmp_path / "bundle") as engine:  # where its device is not, it is left out, and the reply says so
+        *_, alone = engine.generate("the quick brown fox", method="draft", max_tokens=30)
+    assert alone.ids == plain.ids
+    assert any("device tensorrt" in note for note in alone.stats.notes)
