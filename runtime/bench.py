@@ -67,6 +67,7 @@ def run(
     draft_length: int = DEFAULT_DRAFT_LENGTH,
     draft_lengths: Mapping[str, int] | None = None,
     threads: int | None = None,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compares the methods of a bundle.
@@ -79,9 +80,8 @@ def run(
         baselines: Folders of other bundles of the same model, whose plain decoding takes part as "none@FOLDER".
         limit: Most prompts of each category that are taken from a file; None: all.
         max_tokens: Of a reply, at most. Prompts that leave no room for them are skipped and counted.
-        draft_length, draft_lengths: Most tokens drafted a round, where a method does not choose; and of single
-            methods, as `methods` names them.
-        threads: Threads of the engines; None: their default.
+        draft_length, draft_lengths: Most tokens drafted a round, where a method does not choose; of single methods.
+        threads, device: Of the engines; None: their default.
         progress: Told of each answer.
 
     Returns:
@@ -99,12 +99,12 @@ def run(
     options = Options(max_tokens=max_tokens, draft_length=draft_length)
     load = _load_average()
     with ExitStack() as stack:
-        engines = [stack.enter_context(Engine(folder, threads=threads)) for folder in (bundle, *baselines)]
+        engines = [stack.enter_context(Engine(each, threads=threads, device=device)) for each in (bundle, *baselines)]
         contenders = _contenders(engines, methods, [Path(folder) for folder in baselines], options, draft_lengths or {})
         asked = _fitting(engines, prompts, max_tokens)
         replies = _measure(contenders, [ids for _, ids in asked], progress)
         return {
-            **_facts(engines[0], threads),
+            **_facts(engines[0], threads, device),
             "prompts": len(asked),
             "skipped": len(prompts) - len(asked),
             "max_tokens": max_tokens,
@@ -203,14 +203,14 @@ def _measure(
     return replies
 
 
-def _facts(engine: Engine, threads: int | None) -> dict[str, Any]:
+def _facts(engine: Engine, threads: int | None, device: str | None) -> dict[str, Any]:
     from specedge.runtime.providers import default_threads
 
     manifest = engine.manifest
     return {
         "model": manifest.name,
         "precision": manifest.target.precision,
-        "device": manifest.device,
+        "device": device or manifest.device,
         "threads": default_threads() if threads is None else threads,
     }
 

@@ -22,6 +22,7 @@ from specedge.runtime.schema import fields_of, mapping_of, one_line, parse_json
 from specedge.runtime.specs import SAFE_PART, GraphSpec, HeadsSpec
 
 __all__ = [
+    "DEVICES",
     "FORMAT",
     "MANIFEST",
     "Bundle",
@@ -199,7 +200,7 @@ def _check_files(bundle: Bundle) -> None:
         if status.st_size != entry.size:
             raise BundleError(f"{path}: {status.st_size:,} bytes where {entry.size:,} belong; export the bundle again")
     manifest = bundle.manifest
-    graphs = [graph.file for graph in (manifest.target, *manifest.drafts.values())]
+    graphs = [file for graph in (manifest.target, *manifest.drafts.values()) for file in graph.files]
     for name in (manifest.standard, *graphs, *(heads.file for heads in manifest.heads.values())):
         bundle.path(name)
 
@@ -259,7 +260,8 @@ def _graph(raw: Any, where: str) -> GraphSpec:
     for name in ("cache_layers", "taps"):
         values[name] = _layers(values[name], f"{where}: {name}")
     spec = GraphSpec(**values)
-    _safe_path(spec.file)
+    for file in spec.files:
+        _safe_path(file)
     return spec
 
 

@@ -46,12 +46,22 @@ class GraphNames:
     INPUT_IDS = "input_ids"  # int64 [1, S]
     POSITION_IDS = "position_ids"  # int64 [1, S]
     ATTENTION_BIAS = "attention_bias"  # cache dtype [1, 1, S, C], 0 where a row may look, -inf elsewhere
-    LAST_INDEX = "seqlens_k"  # int32 [1], rows in the cache after the pass, less one
-    TOTAL = "total_sequence_length"  # int32 [1], always C
+    LAST_INDEX = "seqlens_k"  # int32 [1], rows in the cache after the pass, less one; flavour gqa only
+    TOTAL = "total_sequence_length"  # int32 [1], always C; flavour gqa only
+    WRITE_INDEX = "write_index"  # int64 [1], rows in the cache before the pass; flavours onnx24 and plain only
     LOGIT_ROWS = "logit_rows"  # int64 [R], which of the S rows go through the vocabulary product
     LOGITS = "logits"  # float32 [1, R, vocab]
     HIDDEN = "hidden"  # float32 [1, S, hidden_size], after the final norm
     INNER = "inner"  # float32 [1, S, taps * hidden_size], inputs of some layers, where heads read them
+
+    TOP_IDS = "top_ids"  # int64 [1, R, K], the likeliest tokens, where the graph finds them
+    TOP_LOGPROBS = "top_logprobs"  # float32 [1, R, K], log-probabilities of these
+
+    # The graph that moves rows of a cache on its device: N is 2 * layers * kv_heads.
+    POOL = "pool"  # cache dtype [1, N, C, head_dim]
+    MOVED = "moved"  # the same, bound to the same memory
+    SOURCE = "source"  # int64 [n], rows to move
+    PLACE = "place"  # int64 [1], where to, one behind the other
 
     ATTENTION_MASK = "attention_mask"  # int64 [B, past + S], standard graph only
 

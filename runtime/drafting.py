@@ -11,6 +11,7 @@ from specedge.runtime.deadline import Deadline
 from specedge.runtime.director import Director
 from specedge.runtime.drafters.guard import GuardedDrafter
 from specedge.runtime.drafters.registry import method_names, open_drafter
+from specedge.runtime.graph import Decoder
 from specedge.runtime.opening import Opener
 from specedge.runtime.options import AUTO, DEFAULT_DRAFT_LENGTH, PLAIN, Options
 from specedge.runtime.policy import LONGEST, Fixed, Policy, Speed, Steps, Thresholds
@@ -101,6 +102,12 @@ class Drafting:
             drafter = self.drafter(method)
             if isinstance(drafter, SamplingDrafter):
                 drafter.sample = _weighs(options)
+
+    def look_at(self, likeliest: int | None) -> None:
+        """Tells the target and draft models how many of a row's likeliest tokens the reply looks at; None: all."""
+        for model in (self._session.target, *(getattr(drafter, "model", None) for drafter in self._open.values())):
+            if isinstance(model, Decoder):
+                model.looked_at = likeliest
 
     def close(self) -> None:
         """Frees the drafters."""

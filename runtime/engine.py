@@ -12,7 +12,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from specedge.runtime.bundle import Bundle, Manifest, open_bundle
+from specedge.runtime.bundle import DEVICES, Bundle, Manifest, open_bundle
 from specedge.runtime.chat import Chat
 from specedge.runtime.contracts import Target
 from specedge.runtime.drafters.registry import is_draft, is_method, method_names
@@ -39,10 +39,14 @@ class Engine:
         capacity: Rows of cache to allocate, at most what the bundle was exported for; None takes that.
         verify: Compare every file with its SHA-256 first.
         tuned: Use what `specedge tune` measured of this bundle on this device, where it did.
+        device: "cpu", "cuda" or "tensorrt": where to run; None: where the bundle was made for.
+        captured: Capture rounds once and replay them, on CUDA.
+        memory_budget: Most bytes that its models may take, by estimate; None: what is free.
 
     Raises:
         BundleError: The folder is no bundle, or damaged.
         DeviceError: The bundle is for a device that ONNX Runtime does not have here.
+        MemoryBudgetError: The model does not fit into memory.
     """
 
     def __init__(
@@ -53,12 +57,30 @@ class Engine:
         capacity: int | None = None,
         verify: bool = True,
         tuned: bool = True,
+        device: str | None = None,
+        captured: bool = True,
+        memory_budget: int | None = None,
     ) -> None:
+        if device is not None and device not in DEVICES:
+            raise UsageError(f"device is {device!r}: choose one of {', '.join(DEVICES)}")
+        if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
+            raise UsageError(f"memory_budget is {memory_budget!r}: give a whole number of bytes, or None")
+        if not isinstance(captured, bool):
+            raise UsageError(f"captured is {captured!r}: give True or False")
         self.bundle: Bundle = open_bundle(bundle, verify=verify)
         self.text = Text.load(self.bundle)
-        self._opener = Opener(self.bundle, threads=threads, capacity=capacity)
+        self._opener = Opener(
+            self.bundle,
+            threads=threads,
+            capacity=capacity,
+            device=device,
+            captured=captured,
+            memory_budget=memory_budget,
+        )
         self._session = Session(self._opener.target)
-        tuning = read_tuning(self.bundle, default_threads() if threads is None else threads) if tuned else None
+        here = device in (None, self.manifest.device)  # a tuning is of the device that the bundle was made for
+        count = default_threads() if threads is None else threads
+        tuning = read_tuning(self.bundle, count) if tuned and here else None
         self.drafting = Drafting(self._opener, self._session, tuning)
         self._running: Generation | None = None
         self._closed = False

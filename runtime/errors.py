@@ -12,6 +12,7 @@ SpecEdgeError
 │   └── ParityError                   the written graph does not compute what the checkpoint says
 ├── StorageError(OSError)             no space, no permission, a name that exists
 ├── DeviceError(RuntimeError)         a provider or a version that is not there
+├── MemoryBudgetError(MemoryError)    a model that does not fit into memory
 ├── NumericError(ArithmeticError)     the target gave NaN or infinity
 └── MissingExtraError(ImportError)    a package of an optional extra is not installed
 """
@@ -25,6 +26,7 @@ __all__ = [
     "DeviceError",
     "DownloadError",
     "ExportError",
+    "MemoryBudgetError",
     "MissingExtraError",
     "NumericError",
     "ParityError",
@@ -82,6 +84,10 @@ class StorageError(SpecEdgeError, OSError):
 
 class DeviceError(SpecEdgeError, RuntimeError):
     """An execution provider, or a version of one, that is not there."""
+
+
+class MemoryBudgetError(SpecEdgeError, MemoryError):
+    """A model that does not fit into what memory is free, or allowed."""
 
 
 class NumericError(SpecEdgeError, ArithmeticError):

@@ -1,15 +1,29 @@
-"""Writes a small file beside and renames it into place, so that an older one stays whole on a failure."""
+"""Where files go: beside, then renamed into place, so that an older one stays whole; and the user's cache."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from specedge.runtime.errors import StorageError
 
-__all__ = ["check_writable", "write_bytes", "write_text"]
+__all__ = ["cache_folder", "check_writable", "write_bytes", "write_text"]
 
 _ROOM = "give a file in a folder with room"
+
+
+def cache_folder() -> Path:
+    """Where models are kept: $SPECEDGE_CACHE, else $XDG_CACHE_HOME/specedge, else the system's folder for caches."""
+    if own := os.environ.get("SPECEDGE_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "specedge"
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "specedge" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "specedge"
+    return Path.home() / ".cache" / "specedge"
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:

@@ -139,6 +139,7 @@ class Generation:
         self._loop = self._start()
 
     def _start(self) -> Generator[Round, None, None]:
+        self._drafting.look_at(self.options.looked_at)
         session, piece = self._session, PIECE if self.options.deadline_ms is None else TIMED_PIECE
         return generate(
             session.target, self._director, self._verifier, self._sampler, session.tokens, self._stop, piece

@@ -1,33 +1,36 @@
 """A decoder graph with its cache: the speculative graph as a `Target`.
 
-Shapes of the graph depend on the number of rows only (total_sequence_length is always the
-capacity), so every width keeps one persistent IOBinding whose buffers are refilled in place.
+Shapes of the graph depend on the number of rows only (the cache's are the capacity's), so every
+width keeps one persistent IOBinding whose buffers are refilled in place; on CUDA a captured graph too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.runtime.binding import Binding
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.cache import Cache
-from specedge.runtime.contracts import EMPTY_DRAFT, Draft, Floats, GraphNames, Rows
+from specedge.runtime.compaction import Compactor
+from specedge.runtime.contracts import EMPTY_DRAFT, Draft, Floats, Rows
 from specedge.runtime.errors import BundleError, UsageError
-from specedge.runtime.providers import open_session
-from specedge.runtime.tree import positions, visibility
-
-if TYPE_CHECKING:
-    import onnxruntime as ort
+from specedge.runtime.interface import check_interface
+from specedge.runtime.memory import Memory
+from specedge.runtime.providers import memory_of, open_session, run_options
 
 __all__ = ["PREFILL_CHUNK", "Decoder", "cache_rows", "cache_shape", "check_room"]
 
 PREFILL_CHUNK = 256
 # Wider passes get a binding for the one run: padding a prompt would cost more than binding it.
 _WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
+# On a device every width has its buffers, and those of rounds a captured graph; padding is nearly free there.
+_DEVICE_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, PREFILL_CHUNK)
+_WIDEST_ROUND = 64
 
 
 class Decoder:
@@ -44,6 +47,14 @@ class Decoder:
             GroupQueryAttention computes a lone row by another kernel than it computes several
             (the same bits from two rows on, up to 2e-6 away for one). Where activations are rounded that
             can move one by a whole step; paired, a row's logits are the same bits in every pass.
+        masked: False takes the twin without a mask, where there is one: faster on CUDA, and for chains only.
+        captured: Whether rounds are captured once and replayed, on CUDA.
+        hidden: Whether hidden rows are wanted; without heads to read them they may stay on the device.
+        memory: Where tensors live; None: where the device computes.
+
+    Attributes:
+        looked_at: How many of a row's likeliest tokens anyone looks at; None: all. Where the graph finds these by
+            itself, logits stay on the device, and a row is -inf but for them.
 
     Raises:
         BundleError: The graph does not have the inputs and outputs of its entry, or the host's
@@ -61,8 +72,12 @@ class Decoder:
         threads: int | None = None,
         host: Decoder | None = None,
         paired: bool = False,
+        masked: bool = True,
+        captured: bool = True,
+        hidden: bool = True,
+        memory: Memory | None = None,
     ) -> None:
-        if spec.flavour != "gqa":
+        if not spec.tree:
             raise BundleError(
                 f"{path}: a {spec.flavour} graph where a speculative one belongs; export the bundle again"
             )
@@ -71,14 +86,32 @@ class Decoder:
         rows = host.rows if host is not None else cache_rows(spec, capacity)
         self.spec: GraphSpec = spec
         self.path = path
-        self._session = open_session(path, device=device, threads=threads)
-        _check_interface(self._session, spec, path)
-        self._cache = Cache(spec if host is None else host.spec, rows, None if host is None else host.pool)
+        self.looked_at: int | None = None
+        self._masked = masked or not spec.chains
+        self._hidden = hidden
+        self._memory: Memory = memory if memory is not None else memory_of(device)
+        file = path if self._masked else path.with_name(PurePosixPath(spec.chains).name)
+        self._session = open_session(file, device=device, threads=threads, spec=spec, captured=captured)
+        check_interface(self._session, spec, file, masked=self._masked)
+        self._cache = self._make_cache(rows, host, device, threads)
         self._slots = spec.cache_layers if host is not None and spec.cache_layers else tuple(range(spec.layers))
-        self._bindings: dict[tuple[int, int], _Binding] = {}
-        self._last: _Binding | None = None
+        self._widths = _WIDTHS if self._memory.local else _DEVICE_WIDTHS
+        self._bindings: dict[tuple[int, int], Binding] = {}
+        self._last: Binding | None = None
         self._nodes = 0
         self._narrowest = 2 if paired else 1
+
+    def _make_cache(self, rows: int, host: Decoder | None, device: str, threads: int | None) -> Cache:
+        spec = self.spec
+        if host is not None:
+            return Cache(host.spec, rows, host._cache, memory=self._memory)
+        mover = None
+        if not self._memory.local and spec.compact:
+            file = self.path.with_name(PurePosixPath(spec.compact).name)
+            # An engine would be compiled for nothing: the CUDA provider copies as fast.
+            copier = "cuda" if device == "tensorrt" else device
+            mover = Compactor(file, spec, rows, self._memory, device=copier, threads=threads)
+        return Cache(spec, rows, memory=self._memory, mover=mover)
 
     @property
     def length(self) -> int:
@@ -123,13 +156,12 @@ class Decoder:
             raise ValueError(f"{start} rows and {width} more do not fit apart into a cache of {self.capacity}")
         if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self.spec.vocab_size}")
-        binding = _Binding(self._session, self.spec, self._cache, self._slots, width, len(wanted))
+        binding = self._new_binding(width, len(wanted))
         binding.fill_apart(tokens, positions, sees, wanted)
         binding.run()
         self._cache.append(width)
         self._nodes = 0
-        logits: Floats = binding.logits[0]
-        return logits
+        return binding.logits()
 
     def commit(self, path: Sequence[int]) -> None:
         if any(not 0 <= node < self._nodes for node in path):
@@ -169,25 +201,48 @@ class Decoder:
         used = committed + nodes
         # A pass as wide as the cache is a first prompt to GroupQueryAttention, which then reads one position only.
         room = min(self.rows - start, self.rows - 1)
-        width = next((w for w in _WIDTHS if max(used, self._narrowest) <= w <= room), used)
-        binding = self._last = self._binding(width, 1 + nodes)
-        binding.fill_tokens(pending, draft, start)
-        binding.fill_mask(start, committed, draft)
+        width = next((w for w in self._widths if max(used, self._narrowest) <= w <= room), used)
+        binding = self._last = self._binding(width, self._logit_rows(width, committed, nodes))
+        binding.fill(pending, draft, start)
         binding.run()
         self._cache.append(committed)
         self._nodes = nodes
         kept = slice(committed - 1, used)
-        inner = None if binding.inner is None else binding.inner[0, kept]
-        return Rows(binding.logits[0], binding.hidden[0, kept], inner)
+        logits = binding.logits(self.looked_at)[: 1 + nodes]
+        if not self._hidden and not self._memory.local:
+            return Rows(logits)
+        hidden, inner = binding.hidden()
+        return Rows(logits, hidden[kept], None if inner is None else inner[kept])
 
-    def _binding(self, width: int, logit_rows: int) -> _Binding:
+    def _logit_rows(self, width: int, committed: int, nodes: int) -> int:
+        """As many as are wanted; on a device that has a graph for each width as many as there are rows."""
+        prompt = nodes == 0 and committed > 1
+        return 1 + nodes if self._memory.local or prompt or width > _WIDEST_ROUND else width
+
+    def _binding(self, width: int, logit_rows: int) -> Binding:
         key = (width, logit_rows)
         if key not in self._bindings:
-            binding = _Binding(self._session, self.spec, self._cache, self._slots, width, logit_rows)
-            if width not in _WIDTHS:
+            binding = self._new_binding(width, logit_rows)
+            if width not in self._widths:
                 return binding
             self._bindings[key] = binding
         return self._bindings[key]
+
+    def _new_binding(self, width: int, logit_rows: int) -> Binding:
+        # Only rounds are captured: what they run is the same again and again.
+        captured = width in self._widths and logit_rows == width <= _WIDEST_ROUND
+        options = run_options(len(self._bindings) + 1 if captured else None) if not self._memory.local else None
+        return Binding(
+            self._session,
+            self.spec,
+            self._cache,
+            self._slots,
+            width,
+            logit_rows,
+            self._memory,
+            masked=self._masked,
+            run_options=options,
+        )
 
 
 def cache_rows(spec: GraphSpec, capacity: int | None) -> int:
@@ -198,6 +253,8 @@ def cache_rows(spec: GraphSpec, capacity: int | None) -> int:
     """
     if capacity is None:
         return spec.capacity
+    if spec.fixed and capacity != spec.capacity:
+        raise UsageError(f"capacity is {capacity!r}: the graph was compiled for {spec.capacity} rows; export it anew")
     if isinstance(capacity, bool) or not isinstance(capacity, int) or not 2 <= capacity <= spec.capacity:
         raise UsageError(f"capacity is {capacity!r}: the graph was exported for 2 to {spec.capacity} rows")
     return capacity
@@ -217,94 +274,6 @@ def _fits_cache(spec: GraphSpec, host: Decoder) -> bool:
     return whole and shape == host_shape and max(kept) < host_layers and spec.capacity >= host.rows
 
 
-class _Binding:
-    """Buffers and IOBinding of one width; refilled in place, so a pass binds nothing."""
-
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        spec: GraphSpec,
-        cache: Cache,
-        slots: Sequence[int],
-        width: int,
-        logit_rows: int,
-    ) -> None:
-        capacity = cache.capacity
-        self._session = session
-        self._io = session.io_binding()
-        self._inputs: dict[str, NDArray[Any]] = {
-            GraphNames.INPUT_IDS: np.zeros((1, width), np.int64),
-            GraphNames.POSITION_IDS: np.zeros((1, width), np.int64),
-            GraphNames.ATTENTION_BIAS: np.zeros((1, 1, width, capacity), cache.pool.dtype),
-            GraphNames.LAST_INDEX: np.zeros(1, np.int32),
-            GraphNames.TOTAL: np.full(1, capacity, np.int32),
-            GraphNames.LOGIT_ROWS: np.zeros(logit_rows, np.int64),
-        }
-        self.logits = np.zeros((1, logit_rows, spec.vocab_size), np.float32)
-        self.hidden = np.zeros((1, width, spec.hidden_size), np.float32)
-        self.inner: Floats | None = None
-        for name, array in self._inputs.items():
-            self._bind(self._io.bind_input, name, array)
-        self._bind(self._io.bind_output, GraphNames.LOGITS, self.logits)
-        self._bind(self._io.bind_output, GraphNames.HIDDEN, self.hidden)
-        if spec.taps:
-            self.inner = np.zeros((1, width, len(spec.taps) * spec.hidden_size), np.float32)
-            self._bind(self._io.bind_output, GraphNames.INNER, self.inner)
-        self._bind_cache(slots, cache)
-        self._ids = self._inputs[GraphNames.INPUT_IDS][0]
-        self._positions = self._inputs[GraphNames.POSITION_IDS][0]
-        self._bias = self._inputs[GraphNames.ATTENTION_BIAS][0, 0]
-        self._last = self._inputs[GraphNames.LAST_INDEX]
-        self._logit_rows = self._inputs[GraphNames.LOGIT_ROWS]
-        self._masked = slice(0, 0)  # columns where the last pass left -inf
-        self._width = width
-
-    def fill_tokens(self, pending: Sequence[int], draft: Draft, start: int) -> None:
-        committed, used = len(pending), len(pending) + len(draft.tokens)
-        self._ids[:committed] = pending
-        self._ids[committed:used] = draft.tokens
-        if draft.is_chain:
-            self._positions[:used] = np.arange(start, start + used)
-        else:
-            self._positions[:used] = positions(start, committed, draft.parents)
-        self._ids[used:] = 0
-        self._positions[used:] = start
-        self._last[0] = start + self._width - 1
-        self._logit_rows[:] = np.arange(committed - 1, used)
-
-    def fill_mask(self, start: int, committed: int, draft: Draft) -> None:
-        """Attention is causal by itself, so a chain needs no mask: only a tree's non-ancestors are cut."""
-        self._bias[:, self._masked] = 0
-        self._masked = slice(0, 0)
-        if not draft.is_chain:
-            used = committed + len(draft.tokens)
-            self._masked = slice(start, start + used)
-            self._bias[:used, self._masked] = np.where(visibility(committed, draft.parents), 0, -np.inf)
-
-    def fill_apart(
-        self, tokens: Sequence[int], positions: Sequence[int], sees: NDArray[np.bool_], wanted: Sequence[int]
-    ) -> None:
-        self._ids[:], self._positions[:], self._logit_rows[:] = tokens, positions, wanted
-        total = sees.shape[1]
-        self._bias[:, :total][~sees] = -np.inf
-        self._last[0] = total - 1
-
-    def run(self) -> None:
-        self._session.run_with_iobinding(self._io)
-
-    def _bind_cache(self, slots: Sequence[int], cache: Cache) -> None:
-        """Layer l of the graph works in layer slots[l] of the cache."""
-        for layer, slot in enumerate(slots):
-            for offset, kind in enumerate(("key", "value")):
-                tensor = cache.pool[2 * slot + offset]
-                self._bind(self._io.bind_input, GraphNames.past(layer, kind), tensor)
-                self._bind(self._io.bind_output, GraphNames.present(layer, kind), tensor)
-
-    @staticmethod
-    def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
-        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-
-
 def check_room(target: Any, pending: Sequence[int], draft: Draft) -> None:
     """A pass must have something to run and must fit into the cache: ONNX Runtime would write past its end."""
     if not pending:
@@ -318,40 +287,3 @@ def check_room(target: Any, pending: Sequence[int], draft: Draft) -> None:
     vocab = target.spec.vocab_size
     if min(pending) < 0 or max(pending) >= vocab or any(not 0 <= token < vocab for token in draft.tokens):
         raise ValueError(f"a token id is outside the vocabulary of {vocab}")
-
-
-def _check_interface(session: ort.InferenceSession, spec: GraphSpec, path: Path) -> None:
-    """Names, ranks, types and fixed dimensions of a graph agree with its manifest entry."""
-    cache = "tensor(float)" if spec.cache_dtype == "float32" else "tensor(float16)"
-    inputs: dict[str, tuple[str, list[int | None]]] = {
-        GraphNames.INPUT_IDS: ("tensor(int64)", [1, None]),
-        GraphNames.POSITION_IDS: ("tensor(int64)", [1, None]),
-        GraphNames.ATTENTION_BIAS: (cache, [1, 1, None, None]),
-        GraphNames.LAST_INDEX: ("tensor(int32)", [1]),
-        GraphNames.TOTAL: ("tensor(int32)", [1]),
-        GraphNames.LOGIT_ROWS: ("tensor(int64)", [None]),
-    }
-    outputs: dict[str, tuple[str, list[int | None]]] = {
-        GraphNames.LOGITS: ("tensor(float)", [1, None, spec.vocab_size]),
-        GraphNames.HIDDEN: ("tensor(float)", [1, None, spec.hidden_size]),
-    }
-    if spec.taps:
-        outputs[GraphNames.INNER] = ("tensor(float)", [1, None, len(spec.taps) * spec.hidden_size])
-    for layer in range(spec.layers):
-        for kind in ("key", "value"):
-            inputs[GraphNames.past(layer, kind)] = (cache, [1, spec.kv_heads, None, spec.head_dim])
-            outputs[GraphNames.present(layer, kind)] = (cache, [1, spec.kv_heads, None, spec.head_dim])
-    for wanted, given in ((inputs, session.get_inputs()), (outputs, session.get_outputs())):
-        found = {item.name: (item.type, item.shape) for item in given}
-        if set(found) != set(wanted):
-            names = ", ".join(sorted(set(found) ^ set(wanted))[:4])
-            raise BundleError(f"{path}: inputs or outputs differ from {spec.file}'s manifest entry ({names})")
-        for name, (kind, shape) in wanted.items():
-            if found[name][0] != kind or not _fits(found[name][1], shape):
-                raise BundleError(f"{path}: {name!r} is {found[name]} where the manifest says {(kind, shape)}")
-
-
-def _fits(found: Sequence[Any], wanted: Sequence[int | None]) -> bool:
-    return len(found) == len(wanted) and all(
-        want is None or have == want for have, want in zip(found, wanted, strict=True)
-    )

@@ -137,6 +137,14 @@ class Options:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def looked_at(self) -> int | None:
+        """How many of a row's likeliest tokens can matter; None: all. Penalties may raise any, typicality sums all."""
+        penalised = (self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram) != (0, 0, 0)
+        if penalised or self.repetition_penalty != 1.0 or (self.accept == "typical" and not self.greedy):
+            return None
+        return 1 if self.greedy else self.top_k or None
+
 
 def override(options: Options, overrides: Mapping[str, Any]) -> Options:
     """Options with single ones replaced by name.

@@ -10,16 +10,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specedge.runtime.errors import BundleError, DeviceError, MissingExtraError, UsageError
+from specedge.runtime.memory import DeviceMemory, HostMemory, Memory
+from specedge.runtime.placement import RECORD_KEY, placement_of, strays
+from specedge.runtime.provider_options import (
+    CAPTURE_KEY,
+    NO_CAPTURE,
+    context_file,
+    cuda_options,
+    engine_folder,
+    tensorrt_options,
+)
+from specedge.runtime.specs import GraphSpec
 
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-__all__ = ["default_threads", "open_session", "providers_for", "share_threads"]
+__all__ = [
+    "check_placement",
+    "default_threads",
+    "installed_providers",
+    "memory_of",
+    "open_session",
+    "providers_for",
+    "run_options",
+    "share_threads",
+]
 
+_CPU = "CPUExecutionProvider"
 _WANTED = {
-    "cpu": ("CPUExecutionProvider",),
-    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
-    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
+    "cpu": (_CPU,),
+    "cuda": ("CUDAExecutionProvider", _CPU),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", _CPU),
 }
 _ERRORS_ONLY = 3
 
@@ -35,6 +56,14 @@ def default_threads() -> int:
     return os.cpu_count() or 1
 
 
+def installed_providers() -> tuple[str, ...]:
+    """Execution providers compiled into this ONNX Runtime, whether a device is there or not; () without it."""
+    try:
+        return tuple(_onnxruntime().get_available_providers())
+    except MissingExtraError:
+        return ()
+
+
 def providers_for(device: str) -> tuple[str, ...]:
     """Execution providers for a device, best first.
 
@@ -46,12 +75,20 @@ def providers_for(device: str) -> tuple[str, ...]:
     if wanted[0] not in ort.get_available_providers():
         raise DeviceError(
             f"device {device}: this onnxruntime {ort.__version__} has no {wanted[0]}; "
-            "install specedge[gpu] on a machine with that device, or export the model again with --device cpu"
+            "specedge doctor says what to install here; specedge chat BUNDLE --device cpu tries it on the CPU"
         )
     return wanted
 
 
-def open_session(path: Path, *, device: str = "cpu", threads: int | None = None) -> ort.InferenceSession:
+def open_session(
+    path: Path,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    spec: GraphSpec | None = None,
+    captured: bool = False,
+    recorded: bool = False,
+) -> ort.InferenceSession:
     """Opens a graph.
 
     Its threads do not spin while they wait: the spinning pools of a target and a draft model
@@ -62,20 +99,87 @@ def open_session(path: Path, *, device: str = "cpu", threads: int | None = None)
         path: The .onnx file; its external weights lie beside it.
         device: "cpu", "cuda" or "tensorrt".
         threads: Threads to compute with; None takes all processors of the process.
+        spec: Its entry in the manifest, where it is a decoder.
+        captured: Whether passes may be captured and replayed, on CUDA; each binding then names its own.
+        recorded: Whether `placement_of` is to know where nodes landed; on other devices than the CPU it always does.
 
     Raises:
-        DeviceError: The device's provider is missing, or ONNX Runtime silently left it out.
+        DeviceError: The device's provider is missing, ONNX Runtime silently left it out, or would run a
+            part of the graph on the CPU.
         BundleError: ONNX Runtime cannot open the graph.
     """
     ort = _onnxruntime()
     wanted = providers_for(device)
     options = _session_options(threads)
+    if recorded or device != "cpu":
+        options.add_session_config_entry(RECORD_KEY, "1")
+    providers: list[Any] = []
+    for name in wanted:
+        told = _told(name, path, spec, captured=captured and device == "cuda")
+        providers.append((name, told) if told else name)
     try:
-        session = ort.InferenceSession(str(path), options, providers=list(wanted))
+        session = _open_compiled(path, options, providers) if device == "tensorrt" else None
+        if session is None:
+            session = ort.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # noqa: BLE001  ONNX Runtime's errors have no common base
         raise BundleError(f"{path}: ONNX Runtime {ort.__version__} cannot open it: {_one_line(error)}") from None
     _check_given(session.get_providers(), wanted, device)
+    check_placement(session, wanted[0], path)
     return session
+
+
+def _open_compiled(path: Path, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession | None:
+    """The graph as it was compiled before; None where it was not, or not for this GPU and this TensorRT."""
+    compiled = context_file(path)
+    if not compiled.exists():
+        return None
+    try:
+        return _onnxruntime().InferenceSession(str(compiled), options, providers=providers)
+    except Exception as error:  # noqa: BLE001  ONNX Runtime's errors have no common base
+        _log.warning("%s is compiled anew: %s", path, _one_line(error))
+        compiled.unlink(missing_ok=True)
+        return None
+
+
+def memory_of(device: str) -> Memory:
+    """Where tensors of a device's sessions live."""
+    return HostMemory() if device == "cpu" else DeviceMemory("cuda")
+
+
+def run_options(graph: int | None) -> ort.RunOptions:
+    """Options of a run on CUDA.
+
+    Args:
+        graph: Number, from 1 on, of the captured graph that it records and replays; None: it is not captured.
+    """
+    options = _onnxruntime().RunOptions()
+    options.add_run_config_entry(CAPTURE_KEY, NO_CAPTURE if graph is None else str(graph))
+    return options
+
+
+def check_placement(session: ort.InferenceSession, wanted: str, path: Path) -> None:
+    """Refuses a session part of which would silently run on the CPU.
+
+    Raises:
+        DeviceError: It would.
+    """
+    found = placement_of(session) if wanted != _CPU else None
+    lost = {} if found is None else strays(found, wanted)
+    if lost:
+        named = ", ".join(f"{count} {kind}" for kind, count in sorted(lost.items()))
+        raise DeviceError(
+            f"{path}: {wanted} leaves nodes to the CPU ({named}), which would be far slower; "
+            "export it for this device's version (specedge doctor says which), or for --device cpu"
+        )
+
+
+def _told(provider: str, path: Path, spec: GraphSpec | None, *, captured: bool) -> dict[str, str]:
+    if provider == "CUDAExecutionProvider":
+        return cuda_options(spec, captured=captured)
+    if provider == "TensorrtExecutionProvider":
+        engine_folder(path).mkdir(parents=True, exist_ok=True)
+        return tensorrt_options(path, spec)
+    return {}
 
 
 def share_threads(threads: int | None = None) -> None:
@@ -135,9 +239,22 @@ def _onnxruntime() -> Any:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
-    except ImportError:
+
+        onnxruntime.get_available_providers  # noqa: B018  half of an uninstalled package has nothing
+    except ModuleNotFoundError as error:
+        if error.name != "onnxruntime":
+            raise DeviceError(_broken(error)) from None
         raise MissingExtraError("onnxruntime", "cpu") from None
+    except (ImportError, OSError, AttributeError) as error:
+        raise DeviceError(_broken(error)) from None
     return onnxruntime
+
+
+def _broken(error: Exception) -> str:
+    return (
+        f"onnxruntime cannot be loaded: {_one_line(error)}; install what it misses, or the wheel that fits "
+        "(specedge doctor says which)"
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -34,6 +34,7 @@ __all__ = [
     "speak",
     "stats_json",
     "stats_text",
+    "table",
 ]
 
 _PAINT: Mapping[Origin, str] = {"draft": "\x1b[32m", "correction": "\x1b[31m", "bonus": "\x1b[36m"}
@@ -259,7 +260,7 @@ def bundle_table(bundle: Bundle) -> Table:
         *((f"check {name}", value) for name, value in _checks(manifest.checks)),
         *((f"file {name}", f"{megabytes(item.size)}  {item.sha256[:16]}") for name, item in manifest.files.items()),
     ]
-    return _table(clean_line(bundle.folder), rows)
+    return table(clean_line(bundle.folder), rows)
 
 
 def export_summary(manifest: Manifest) -> Table:
@@ -272,10 +273,11 @@ def export_summary(manifest: Manifest) -> Table:
         ("memory", f"about {megabytes(manifest.memory_bytes)} at work"),
         *((f"check {name}", value) for name, value in _checks(manifest.checks)),
     ]
-    return _table(f"{manifest.name} for {manifest.device}", rows)
+    return table(f"{manifest.name} for {manifest.device}", rows)
 
 
-def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+def table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and values, one a line."""
     from rich.table import Table
     from rich.text import Text
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
-__all__ = ["SAFE_PART", "GraphSpec", "HeadsSpec"]
+__all__ = ["SAFE_PART", "TREE_FLAVOURS", "GraphSpec", "HeadsSpec"]
 
-_FLAVOURS = ("gqa", "growing")
+TREE_FLAVOURS = ("gqa", "onnx24", "plain")
+"""Ways to attend with a tree mask over a cache that a pass writes in place; see docs/gpu.md."""
+
+_FLAVOURS = (*TREE_FLAVOURS, "growing")
+_DEVICES = ("", "cpu", "cuda", "tensorrt")
 SAFE_PART = re.compile(r"[A-Za-z0-9._+:@,=-]+")
 """What names may consist of that end up in paths and in commands."""
 
@@ -18,8 +23,9 @@ class GraphSpec:
 
     Attributes:
         file: Path inside the bundle, with slashes.
-        flavour: "gqa" is the speculative graph (tree mask, in-place cache); "growing" has the
-            standard inputs and outputs, its cache grows and it can verify chains only.
+        flavour: "gqa", "onnx24" and "plain" are forms of the speculative graph (tree mask, in-place cache), by
+            their attention; "growing" has the standard inputs and outputs, its cache grows and it can verify
+            chains only.
         precision: Name of its number format: "fp32", "fp16", "int8", "int4", "fp8-e4m3" …
         layers, kv_heads, head_dim: Shape of the cache.
         hidden_size: Width of the hidden rows.
@@ -32,6 +38,11 @@ class GraphSpec:
         cache_layers: Where it shares the cache: which of the target's layers each of its own is; (): all, in order.
         recipe: Its format, options and compensation as they were asked for: "int4:b64:sym+gptq".
         taps: Layers whose inputs it gives beside the hidden rows, for heads that read them.
+        device: What it was made for, where that is not the bundle's device.
+        fixed: Its cache has `capacity` rows, neither more nor fewer.
+        top: How many of the likeliest tokens the graph finds by itself; 0: it gives logits only.
+        chains: Path of a twin over the same weights that takes no mask, and so runs chains only; "": there is none.
+        compact: Path of a graph that moves rows of its cache on the device; "": there is none.
     """
 
     file: str
@@ -49,8 +60,19 @@ class GraphSpec:
     cache_layers: tuple[int, ...] = ()
     recipe: str = ""
     taps: tuple[int, ...] = ()
+    device: str = ""
+    fixed: bool = False
+    top: int = 0
+    chains: str = ""
+    compact: str = ""
 
     def __post_init__(self) -> None:
+        if self.device not in _DEVICES:
+            raise ValueError(f"device {self.device!r} is none of cpu, cuda, tensorrt")
+        if self.weight_bytes < 0:
+            raise ValueError(f"weight_bytes is {self.weight_bytes}")
+        if not 0 <= self.top <= max(self.vocab_size, 0):
+            raise ValueError(f"top is {self.top}")
         if self.flavour not in _FLAVOURS:
             raise ValueError(f"flavour {self.flavour!r} is none of {', '.join(_FLAVOURS)}")
         if self.cache_dtype not in ("float32", "float16"):
@@ -63,6 +85,8 @@ class GraphSpec:
             raise ValueError(f"cache_layers {list(kept)} are not the layers of the {self.layers} it has, in order")
         if any(not 0 <= tap < self.layers for tap in self.taps) or list(self.taps) != sorted(set(self.taps)):
             raise ValueError(f"taps {list(self.taps)} are not some of the {self.layers} layers, in order")
+        if len({PurePosixPath(file).parent for file in self.files}) > 1:
+            raise ValueError(f"{', '.join(self.files)} do not lie in one folder, with their weights")
         if self.recipe and not SAFE_PART.fullmatch(self.recipe):
             raise ValueError("recipe has characters other than letters, digits and ._+:@,=-")
 
@@ -75,7 +99,16 @@ class GraphSpec:
     @property
     def tree(self) -> bool:
         """Whether a token tree can be verified in one pass."""
-        return self.flavour == "gqa"
+        return self.flavour in TREE_FLAVOURS
+
+    def rows_for(self, wanted: int) -> int:
+        """Rows of cache to allocate where `wanted` are enough."""
+        return self.capacity if self.fixed else min(self.capacity, wanted)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of its graphs."""
+        return tuple(filter(None, (self.file, self.chains, self.compact)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from specedge.runtime.drafters.ngram import NgramDrafter
 from specedge.runtime.drafters.none import NoDrafter
 from specedge.runtime.drafters.self_draft import SelfDrafter
 from specedge.runtime.drafters.tree import dense_tree, is_shape
-from specedge.runtime.errors import NumericError, UsageError
+from specedge.runtime.errors import DeviceError, MemoryBudgetError, NumericError, UsageError
 from specedge.runtime.graph import Decoder
 from specedge.runtime.growing import GrowingDecoder
 from specedge.runtime.heads import HeadsGraph
@@ -142,6 +142,12 @@ def is_method(method: str, manifest: Manifest) -> bool:
 
 
 def open_drafter(method: str, opener: Opener) -> Drafter:
-    """Makes the drafter of one of `method_names`, or of a variant."""
+    """Makes the drafter of one of `method_names`, or of a variant.
+
+    One whose model does not fit into memory, or whose device is not there, drafts nothing and says why.
+    """
     kind, _, part = method.partition(":")
-    return METHODS[kind].open(part, opener)
+    try:
+        return METHODS[kind].open(part, opener)
+    except (DeviceError, MemoryBudgetError) as error:
+        return BrokenDrafter(method, error)

@@ -107,7 +107,7 @@ def engines(monkeypatch):
     """Engines by folder; those not put here are made when opened."""
     made: dict[str, FakeEngine] = {}
 
-    def make(folder, threads=None):
+    def make(folder, threads=None, device=None):
         name = str(folder)
         return made.setdefault(name, FakeEngine(name))
 

@@ -85,7 +85,10 @@ def test_a_draft_fits_into_the_cache_of_a_paired_target(graph):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("precision", "draft"), [("int8", "self-int4"), ("int4", "self-int4:b64:sym")])
+@pytest.mark.parametrize(
+    ("precision", "draft"),
+    [("int8", "self-int4"), pytest.param("int4", "self-int4:b64:sym", marks=pytest.mark.long)],
+)
 def test_a_rounded_target_gives_plain_decodings_ids(precision, draft, dev_prompts, tmp_path):
     from specedge.export.pipeline import ExportOptions, export
 
