@@ -13,7 +13,7 @@ override PROMPT := $(value PROMPT)
 export PROMPT
 export PYTHON
 
-.PHONY: help chat bench test deadlines lint types test-main test-optimum test-pythons clean
+.PHONY: help chat bench test deadlines long lint types test-main test-optimum test-pythons clean
 .NOTPARALLEL:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo 'make chat PROMPT="..."    answer once; ARGS="--stats" and the like go to specedge chat'
 	@echo 'make test                 the whole suite (make lint, types, test-main, test-optimum, test-pythons: its parts)'
 	@echo 'make bench                every method against plain decoding; PROMPTS=FILE.jsonl, ARGS="--limit 2"'
+	@echo 'make long                 tests that take more than the suite may: a quarter of an hour; make deadlines: one of them'
 	@echo 'make deadlines            500 replies with deadlines on a machine that is busy: ten minutes'
 	@echo 'make clean                remove what the above made here'
 
@@ -49,6 +50,9 @@ test-main: $(VENV)/.test
 # 500 requests with random deadlines while another process works: ten minutes.
 deadlines: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m long -s tests/test_deadlines.py
+
+long: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -m long -s
 
 test-optimum: $(OPTIMUM)/.test
 	$(OPTIMUM)/bin/python -m pytest -m "(optimum or both) and not long"

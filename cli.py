@@ -90,9 +90,11 @@ main.add_command(tune)
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
 @click.option(
-    "--precision", help="A recipe: fp32, fp16, int8, int4:b32:sym+gptq … [default: fp32 on a CPU, fp16 on CUDA]"
+    "--precision", help="A recipe: fp32, fp16, int8, int4:b32:sym+gptq … [default: fp32 on a CPU, fp16 elsewhere]"
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or tensorrt.")
+@click.option("--attention", help="gqa, onnx24 or plain.  [default: gqa; for TensorRT onnx24, on JetPack 6 take plain]")
+@click.option("--draft-device", help="Where drafts run.  [default: where the model does]")
 @click.option(
     "--draft",
     "drafts",
@@ -104,7 +106,7 @@ main.add_command(tune)
     help="For recipes without: none, bias, scale, gptq, lowrank[:RANK], distill or auto, with + between.",
 )
 @click.option("--heads", help="File or folder of Medusa heads, or none.  [default: those shipped for a built-in model]")
-@click.option("--heads-precision", default="int8", show_default=True, help="fp32, int8, int4:b64:sym …")
+@click.option("--heads-precision", help="fp32, int8, int4:b64:sym …  [default: int8; for TensorRT fp16]")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Folder to keep what calibration measures in.")
 @click.option("--calibration-prompts", type=click.Path(path_type=Path), help="[default: what the target writes]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of calibration and distillation.")
@@ -137,6 +139,8 @@ def export(model: str, output: Path, **chosen: Any) -> None:
 @click.option("--show-drafts", is_flag=True, help="Colour each token: accepted draft, correction, bonus.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON event a line.")
 @click.option("--threads", type=click.IntRange(1), help="Threads to compute with.")
+@click.option("--device", help="Where to run.  [default: what the bundle was made for]")
+@click.option("--memory-budget", type=click.IntRange(1), help="Most MB that models may take.  [default: what is free]")
 def chat(
     bundle: str,
     prompt: str | None,
@@ -145,6 +149,8 @@ def chat(
     show_drafts: bool,
     as_json: bool,
     threads: int | None,
+    device: str | None,
+    memory_budget: int | None,
     **chosen: Any,
 ) -> None:
     """Talk to BUNDLE, a folder or the name of a built-in model.
@@ -161,7 +167,8 @@ def chat(
     if prompt is None and as_json:
         raise UsageError("--json needs a prompt: give one after the bundle, or on standard input")
     share_threads(threads)
-    engine = _open(bundle, threads)
+    budget = None if memory_budget is None else memory_budget * 1_000_000
+    engine = _open(bundle, threads, device=device, memory_budget=budget)
     try:
         _converse(engine, prompt, system, options, stats=stats, show_drafts=show_drafts, as_json=as_json)
     finally:
@@ -227,6 +234,7 @@ def _talk(engine: Engine, conversation: Any, *, stats: bool, paint: bool) -> Non
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--draft-length", type=int, default=DEFAULT_DRAFT_LENGTH, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Threads to compute with.")
+@click.option("--device", help="Where to run.  [default: what the bundle was made for]")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
 def bench(bundle: Path, prompts: Path, methods: str | None, out: Path | None, **chosen: Any) -> None:
     """Compare every method of BUNDLE with plain decoding."""
@@ -313,6 +321,24 @@ def compare_compensation(model: str, prompts: Path, out: Path | None, picture: P
 
 
 @main.command()
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def doctor(bundle: Path | None, as_json: bool) -> None:
+    """Show what this machine has, what fits together, and what to do where it does not.
+
+    With BUNDLE also on which execution provider the nodes of its graphs land.
+    """
+    from specedge.runtime.doctor import examine, report_json, report_table
+    from specedge.runtime.show import show
+
+    report = examine(bundle)
+    if as_json:
+        click.echo(json.dumps(report_json(report), indent=2))
+    else:
+        show(report_table(report), sys.stdout)
+
+
+@main.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def inspect(bundle: Path, as_json: bool) -> None:
@@ -339,7 +365,7 @@ def inspect(bundle: Path, as_json: bool) -> None:
     click.echo(f"All {len(opened.manifest.files)} files are whole.", err=True)
 
 
-def _open(bundle: str, threads: int | None) -> Engine:
+def _open(bundle: str, threads: int | None, **chosen: Any) -> Engine:
     """An engine for a bundle's folder, or for a built-in model, which is exported on first use."""
     from specedge.runtime.engine import Engine
 
@@ -349,7 +375,7 @@ def _open(bundle: str, threads: int | None) -> Engine:
 
         with Phases() as phases:
             path = _exporting(lambda pipeline: pipeline.bundle_for(bundle, phases))
-    return Engine(path, threads=threads)
+    return Engine(path, threads=threads, **chosen)
 
 
 def _exporting(work: Callable[[Any], Any]) -> Any:

@@ -21,7 +21,7 @@ from specedge.runtime.bundle import open_bundle
 from specedge.runtime.errors import BundleError, UsageError
 from specedge.tests.runtime.fake_chat import FakeChat
 
-COMMANDS = ("export", "chat", "bench", "compare-compensation", "inspect", "train", "tune")
+COMMANDS = ("export", "chat", "bench", "compare-compensation", "doctor", "inspect", "train", "tune")
 HEAVY = {"onnx", "onnxruntime", "torch", "transformers", "tokenizers", "numpy", "jinja2", "rich", "gguf", "safetensors"}
 
 
@@ -38,15 +38,16 @@ def python(code, *arguments, **options):
 @pytest.fixture
 def fake(monkeypatch):
     """An engine that answers without a model; set its `reply` to change how."""
-    made = SimpleNamespace(reply={}, notes=(), opened=[], chats=[], closed=0)
+    made = SimpleNamespace(reply={}, notes=(), opened=[], where=[], chats=[], closed=0)
 
     class FakeEngine:
         methods = ("none", "ngram")
         tuning = None
         manifest = SimpleNamespace(name="fake\x1b[2J")
 
-        def __init__(self, bundle, *, threads=None):
+        def __init__(self, bundle, *, threads=None, device=None, memory_budget=None):
             made.opened.append((str(bundle), threads))
+            made.where.append((device, memory_budget))
             self.text = SimpleNamespace(notes=made.notes)
 
         def resolve_method(self, method):
@@ -107,7 +108,7 @@ def test_options_reach_the_chat(fake, tmp_path):
         "--method ngram --accept rejection --draft-length 7 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --no-repeat-ngram 3 --seed 17 "
         "--max-tokens 9 --stop END --stop FIN --system Be --policy steps --draft-temperature 0.6 --deadline-ms 900 "
-        "--max-step-ms 50 --measure-baseline"
+        "--max-step-ms 50 --measure-baseline --device cuda --memory-budget 900"
     )
     assert run("chat", tmp_path, "hi", *typed.split()).exit_code == 0
     [(system, options)] = fake.chats
@@ -119,6 +120,7 @@ def test_options_reach_the_chat(fake, tmp_path):
         "deadline_ms": 900.0, "max_step_ms": 50.0, "measure_baseline": True,
     }  # fmt: skip
     assert system == "Be" and vars(options) == expected
+    assert fake.where == [("cuda", 900_000_000)]
 
 
 def test_json_events(fake, tmp_path):
@@ -170,7 +172,7 @@ def test_what_is_wrong_is_said_in_a_line(fake, tmp_path, arguments, status, mess
 
 
 def test_an_error_cannot_steer_the_terminal(monkeypatch, tmp_path):
-    def refuse(bundle, *, threads):
+    def refuse(bundle, **options):
         raise BundleError("name '\x1b]0;t\x07x'\nsecond")
 
     monkeypatch.setattr(engine, "Engine", refuse)
@@ -261,6 +263,7 @@ def exported(monkeypatch, tiny_bundle):
 
 def test_export(exported, tmp_path):
     typed = "--precision int8 --draft self-int4 --draft self-int8 --capacity 512 --no-verify --revision abc --offline"
+    typed += " --attention plain --draft-device cuda"
     done = run("export", "some/model", "-o", tmp_path / "out folder", "--force", *typed.split())
     assert (done.exit_code, done.stdout) == (0, ""), done.stderr
     [(model, output, options)] = exported
@@ -269,7 +272,7 @@ def test_export(exported, tmp_path):
         "precision": "int8", "device": "cpu", "drafts": ("self-int4", "self-int8"), "capacity": 512, "verify": False,
         "revision": "abc", "offline": True, "force": True,
         "compensate": None, "calibration": None, "calibration_prompts": None, "seed": 0,
-        "heads": None, "heads_precision": "int8",
+        "heads": None, "heads_precision": None, "attention": "plain", "draft_device": "cuda",
     }  # fmt: skip
     assert "write target" in done.stderr and "at work" in done.stderr and "check self" in done.stderr
     assert f"specedge chat '{tmp_path / 'out folder'}'" in done.stderr
@@ -287,7 +290,8 @@ def test_export_by_default(exported, tmp_path):
         ("--precision", "fp3"), ("--precision", "int3"), ("--device", "abacus"), ("--draft", "self-int5"),
         ("--draft", "int4"), ("--draft", "layers-0"), ("--draft", "self-int4:b65"), ("--capacity", "1"),
         ("--compensate", "magic"), ("--seed", "-1"), ("--calibration-prompts", "no-such-file"),
-        ("--device", "cuda", "--draft", "self-fp8"),
+        ("--device", "cuda", "--draft", "self-fp8"), ("--draft-device", "abacus"), ("--attention", "flash"),
+        ("--device", "tensorrt", "--attention", "gqa"),
     ],
 )  # fmt: skip
 def test_bad_export_options(exported, tmp_path, more):
@@ -307,11 +311,13 @@ def test_bench(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "table", lambda result: "THE TABLE")
     out = tmp_path / "out.json"
     done = run("bench", "b", "--prompts", "p.jsonl", "--methods", "none, ngram", "--baseline", "c", "--limit", 2,
-               "--max-tokens", 16, "--draft-length", 6, "--threads", 2, "--out", out)  # fmt: skip
+               "--max-tokens", 16, "--draft-length", 6, "--threads", 2, "--device", "cpu", "--out", out)  # fmt: skip
     assert done.exit_code == 0 and done.stdout.strip() == "THE TABLE" and "answers" in done.stderr
     [(bundle, prompts, options)] = calls
     assert (bundle, prompts, list(map(str, options.pop("baselines")))) == ("b", "p.jsonl", ["c"])
-    assert options == {"methods": ["none", "ngram"], "limit": 2, "max_tokens": 16, "draft_length": 6, "threads": 2}
+    assert options == {
+        "methods": ["none", "ngram"], "limit": 2, "max_tokens": 16, "draft_length": 6, "threads": 2, "device": "cpu",
+    }  # fmt: skip
     assert json.loads(out.read_text()) == {"model": "m"}
 
 

@@ -25,8 +25,8 @@ PROJECT = {
     "export": {
         "export", "models", "quant",
         "runtime.errors", "runtime.contracts", "runtime.bundle", "runtime.graph", "runtime.growing", "runtime.tree",
-        "runtime.calibration", "runtime.files", "runtime.heads", "runtime.pass_times", "runtime.plotting",
-        "runtime.prompts", "runtime.providers", "runtime.text",
+        "runtime.calibration", "runtime.files", "runtime.heads", "runtime.memory", "runtime.pass_times",
+        "runtime.plotting", "runtime.prompts", "runtime.providers", "runtime.specs", "runtime.text",
     },
     "train": {
         "train", "models", "quant", "export",

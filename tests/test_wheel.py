@@ -31,6 +31,7 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(wheel):
     expected = {f"specedge/{path.as_posix()}" for path in modules}
     expected |= {f"specedge/{name}" for name in ("__init__.py", "__main__.py", "cli.py", "py.typed")}
     data = [*(ROOT / "models" / "shipped").iterdir(), *(ROOT / "runtime" / "profiles").iterdir()]
+    data += (ROOT / "export" / "kernel_tables").iterdir()
     expected |= {f"specedge/{path.relative_to(ROOT).as_posix()}" for path in data}
     version = wheel.name.split("-")[1]
     meta = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
