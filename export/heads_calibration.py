@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.export.emulation import emulated
 from specedge.export.head_trees import calibration_of
 from specedge.export.heads_file import Heads
 from specedge.export.texts import Text
@@ -65,16 +66,17 @@ def measure_heads(folder: Path, target: GraphSpec, spec: HeadsSpec, texts: Seque
     """
     ranks: list[list[int]] = []
     longest = max((len(text.tokens) for text in texts), default=0)
-    graph = Decoder(folder / target.file, target, capacity=target.rows_for(max(64, longest + 2)))
-    heads = HeadsGraph(folder / spec.file, spec, target.vocab_size)
-    try:
-        for text in texts:
-            if len(ranks) >= _MOST_ROWS:
-                break
-            ranks += _ranks(graph, heads, text)
-    finally:
-        heads.close()
-        graph.close()
+    with emulated(folder, target) as runnable:
+        graph = Decoder(folder / runnable.file, runnable, capacity=target.rows_for(max(64, longest + 2)))
+        heads = HeadsGraph(folder / spec.file, spec, target.vocab_size)
+        try:
+            for text in texts:
+                if len(ranks) >= _MOST_ROWS:
+                    break
+                ranks += _ranks(graph, heads, text)
+        finally:
+            heads.close()
+            graph.close()
     if not ranks:
         raise UsageError("the texts to calibrate heads on are shorter than there are heads; give longer ones")
     return calibration_of(np.array(ranks), spec.guesses, "texts of the target, at export")

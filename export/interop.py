@@ -26,7 +26,6 @@ __all__ = [
 
 STANDARD_GRAPH = "onnx/model.onnx"
 
-_TORCH_TYPES = {"float32": "float32", "float16": "float16"}
 # what only the class that wrote the file understands: PreTrainedTokenizerFast would choke on it or run it
 _PRIVATE_TOKENIZER_KEYS = (
     "auto_map",
@@ -66,7 +65,7 @@ def config_json(checkpoint: Checkpoint, spec: GraphSpec) -> dict[str, Any]:
     format goes by the name "fp32" whatever the precision, and whose weights stand in one file.
     """
     config = {key: value for key, value in checkpoint.config.items() if key not in ("dtype", "auto_map")}
-    config["torch_dtype"] = _TORCH_TYPES[spec.cache_dtype]  # this name is read by transformers 4 and 5
+    config["torch_dtype"] = spec.cache_dtype  # this name is read by transformers 4 and 5
     hints: dict[str, Any] = {"dtype": "fp32", "use_external_data_format": {"model.onnx": 1}}
     if spec.cache_dtype == "float16":
         hints["kv_cache_dtype"] = "float16"

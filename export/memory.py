@@ -64,7 +64,7 @@ def stored_bytes(parameters: int, largest: int, form: Format) -> int:
 def _bytes_each(grid: Grid | None, form: Format) -> float:
     """Bytes of a weight, and its share of what its group has."""
     if grid is None or grid.bits == 3:
-        return float(np.dtype(form.dtype).itemsize)
+        return float(form.itemsize)
     scale = np.dtype(grid.scale_dtype).itemsize
     zero = grid.bits / 8 if grid.kind == "integer" and not grid.symmetric else 0.0
     size = grid.bits / 8 + (scale + zero) / (grid.group or 1024)

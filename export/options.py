@@ -36,7 +36,7 @@ PHASES = (
 # takes minutes and so waits until it is asked for.
 _DEFAULT_DRAFTS: Mapping[str, tuple[str, ...]] = {"cpu": ("self-int8",), "cuda": ("self-int4",), "tensorrt": ()}
 
-_WORTH_DRAFTING = ("fp32", "fp16")
+_WORTH_DRAFTING = ("fp32", "fp16", "bf16")
 
 _DEFAULT_HEADS = {"cpu": "int8", "cuda": "int8", "tensorrt": "fp16"}
 
@@ -149,11 +149,15 @@ class ExportOptions:
             raise UsageError(f"draft device is {device!r}: choose one of {', '.join(DEVICES)}")
         if drafts is None:
             drafts = _DEFAULT_DRAFTS[device] if self.target.form.name in _WORTH_DRAFTING else ()
+            if drafts and device == self.device and self.target.form.dtype == "bfloat16":
+                drafts = tuple(f"{draft}:bf16" for draft in drafts)  # else it could not work in the target's cache
         plans: dict[str, DraftPlan] = {}
         for text in dict.fromkeys(drafts):
             if text == "none":
                 continue
             plan = parse_draft(text, device, self.methods)
+            if plan.kind == "layers" and self.target.form.dtype == "bfloat16":
+                raise UsageError(f"draft {text!r}: layers of a target in bfloat16 cannot be chosen here; give fp16")
             if plan.name in plans:
                 raise UsageError(f"drafts {plans[plan.name].text!r} and {text!r} would have one name; leave one out")
             if plan.kind != "self" or (plan.recipe.form, plan.recipe.methods) != (

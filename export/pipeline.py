@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specedge import __version__
 from specedge.export.checkpoint import Checkpoint
+from specedge.export.emulation import emulated, emulated_file
 from specedge.export.graphs import Graphs, make_plan
 from specedge.export.interop import generation_config, token_ids, write_interop
 from specedge.export.memory import release_memory
@@ -65,7 +68,10 @@ def export(model: str, output: Path, options: ExportOptions = _DEFAULTS, progres
         report("interop files", 0, 1)
         write_interop(folder, checkpoint, graphs.target)
         report("interop files", 1, 1)
-        checks = _check(folder, checkpoint, graphs, report) if options.verify else {}
+        checks = {}
+        if options.verify:
+            with _runnable(folder, graphs) as stand_ins:
+                checks = _check(folder, checkpoint, stand_ins, report)
         manifest = _manifest(checkpoint, options.device, graphs, checks, _hash(folder, report))
         write_manifest(folder, manifest)
         open_bundle(folder)
@@ -102,6 +108,16 @@ def _is_whole(folder: Path) -> bool:
     except SpecEdgeError:  # missing, of another format version, or damaged: it is made anew
         return False
     return True
+
+
+@contextmanager
+def _runnable(folder: Path, graphs: Graphs) -> Iterator[Graphs]:
+    """The graphs as this machine's CPU can run them, while the block lasts."""
+    with ExitStack() as stack:
+        target = stack.enter_context(emulated(folder, graphs.target))
+        drafts = {name: stack.enter_context(emulated(folder, spec)) for name, spec in graphs.drafts.items()}
+        standard = stack.enter_context(emulated_file(folder, graphs.standard, target.cache_dtype))
+        yield replace(graphs, target=target, drafts=drafts, standard=standard)
 
 
 def _check(folder: Path, checkpoint: Checkpoint, graphs: Graphs, report: Progress) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def tensor_types(model: ModelProto) -> dict[str, str]:
     types |= {tensor.name: name(tensor.data_type) for tensor in model.graph.initializer}
     for node in model.graph.node:
         types |= dict(zip(node.output, _results(node, types, name), strict=False))
+        types[""] = ""  # an output that is not wanted, an input that is not there
     return types
 
 

@@ -38,6 +38,8 @@ class WeightFile:
         Raises:
             StorageError: The file cannot be created.
         """
+        import ml_dtypes  # noqa: F401  by which numpy knows bfloat16
+
         self.path = path
         self.size = 0
         self._on_tensor = on_tensor

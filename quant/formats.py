@@ -40,7 +40,7 @@ class Format:
     """One number format.
 
     Attributes:
-        name: Of the row: "fp32", "fp16", "int8", "int8-static", "int8-block", "int4", "int3", "fp8-e4m3",
+        name: Of the row: "fp32", "fp16", "bf16", "int8", "int8-static", "int8-block", "int4", "int3", "fp8-e4m3",
             "fp8-e5m2" or "gguf".
         dtype: numpy name of the activations and the cache.
         grid: Where weights lie; None: they are plain floats of `dtype`. A grid over whole rows of
@@ -60,6 +60,11 @@ class Format:
     static: bool = False
     emulated: bool = False
     explicit: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.dtype == "float32" else 2
 
 
 def _blocks(bits: int, group: int, scale_dtype: str = "float16", *, symmetric: bool = True) -> Grid:
@@ -103,6 +108,7 @@ FORMATS: dict[str, dict[str, Format]] = {
         row.name: row
         for row in (
             Format("fp16", "float16"),
+            Format("bf16", "bfloat16"),
             Format("int8", "float16", _blocks(8, 32)),
             replace(_INT4, dtype="float16"),
         )

@@ -4,7 +4,8 @@
 
 The options of a format say how its grid differs from the table's (quant/formats.py):
 b32, b64, b128: weights that share a scale; sym, asym, affine: what zero is; head4, head8, head32,
-first8, first32, last8, last32: bits of the vocabulary and of the first and last layer (32: plain floats).
+first8, first32, last8, last32: bits of the vocabulary and of the first and last layer (32: plain floats);
+bf16: activations and cache in bfloat16 (CUDA).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _LARGEST_RANK = 1 << 16
 _GROUPS = ("b32", "b64", "b128")
 _ZEROS = ("sym", "asym", "affine")
 _KEPT = re.compile(r"(head|first|last)(4|8|32)")
-OPTIONS = (*_GROUPS, *_ZEROS, "head4", "head8", "head32", "first8", "first32", "last8", "last32")
+_BFLOAT16 = "bf16"
+OPTIONS = (*_GROUPS, *_ZEROS, _BFLOAT16, "head4", "head8", "head32", "first8", "first32", "last8", "last32")
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _with_options(form: Format, options: Sequence[str], text: str) -> Format:
             both = [option for option, found in zip(options, kinds, strict=True) if found == kind]
             raise UsageError(f"recipe {text!r}: {both[0]} and {both[1]} exclude each other; leave one out")
     for option in sorted(options, key=lambda option: bool(_KEPT.fullmatch(option))):
-        form = _with_option(form, option, text)
+        form = _in_bfloat16(form, text) if option == _BFLOAT16 else _with_option(form, option, text)
     return form
 
 
@@ -168,7 +170,13 @@ def _kind(option: str, text: str) -> str:
     if option not in OPTIONS:
         raise UsageError(f"recipe {text!r}: option {option!r} is unknown; choose among {', '.join(OPTIONS)}")
     kept = _KEPT.fullmatch(option)
-    return kept[1] if kept else "group" if option in _GROUPS else "zero"
+    return kept[1] if kept else "group" if option in _GROUPS else option if option == _BFLOAT16 else "zero"
+
+
+def _in_bfloat16(form: Format, text: str) -> Format:
+    if form.dtype != "float16" or form.explicit:
+        raise UsageError(f"recipe {text!r}: bf16 is for --device cuda; leave it out")
+    return replace(form, dtype="bfloat16")
 
 
 def _with_option(form: Format, option: str, text: str) -> Format:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Binding"]
 
 _HOST = HostMemory()
+_BFLOAT16_CUT = 0xFF80  # the bits of -infinity
 
 
 class Binding:
@@ -55,13 +56,15 @@ class Binding:
         self._width = width
         self._causal = spec.flavour == "gqa"
         self._masked = slice(0, 0)  # columns where the last pass left -inf
+        self._cut = _BFLOAT16_CUT if spec.cache_dtype == "bfloat16" else -np.inf
         self._inputs: dict[str, Buffer] = {}
         self._ids = self._input(GraphNames.INPUT_IDS, (1, width), np.int64)[0]
         self._positions = self._input(GraphNames.POSITION_IDS, (1, width), np.int64)[0]
         self._logit_rows = self._input(GraphNames.LOGIT_ROWS, (logit_rows,), np.int64)
         self._bias: NDArray[Any] | None = None
         if masked:
-            self._bias = self._input(GraphNames.ATTENTION_BIAS, (1, 1, width, cache.capacity), cache.dtype)[0, 0]
+            shape, kind = (1, 1, width, cache.capacity), spec.cache_kind
+            self._bias = self._input(GraphNames.ATTENTION_BIAS, shape, kind, element=spec.cache_element)[0, 0]
         if self._causal:
             self._place = self._input(GraphNames.LAST_INDEX, (1,), np.int32)
             # The kernel looks at it on the host, wherever it runs.
@@ -98,8 +101,8 @@ class Binding:
         self._ids[:], self._positions[:], self._logit_rows[:] = tokens, positions, wanted
         total = sees.shape[1]
         if not self._causal:
-            self._bias[:] = -np.inf
-        self._bias[:, :total] = np.where(sees, 0, -np.inf)
+            self._bias[:] = self._cut
+        self._bias[:, :total] = np.where(sees, 0, self._cut)
         self._place[0] = total - 1 if self._causal else total - self._width
         self._push(GraphNames.ATTENTION_BIAS)
 
@@ -154,24 +157,26 @@ class Binding:
         if not draft.is_chain:
             used = committed + len(draft.tokens)
             self._masked = slice(start, start + used)
-            self._bias[:used, self._masked] = np.where(visibility(committed, draft.parents), 0, -np.inf)
+            self._bias[:used, self._masked] = np.where(visibility(committed, draft.parents), 0, self._cut)
         return changed
 
     def _mask_all(self, start: int, committed: int, draft: Draft) -> bool:
         """The mask says everything: what is behind, each row's own path, and of padding only itself."""
         assert self._bias is not None
         used = committed + len(draft.tokens)
-        self._bias[:] = -np.inf
+        self._bias[:] = self._cut
         self._bias[:, :start] = 0
-        self._bias[:used, start : start + used] = np.where(visibility(committed, draft.parents), 0, -np.inf)
+        self._bias[:used, start : start + used] = np.where(visibility(committed, draft.parents), 0, self._cut)
         rows = np.arange(used, self._width)
         self._bias[rows, start + rows] = 0
         return True
 
-    def _input(self, name: str, shape: tuple[int, ...], dtype: Any, memory: Memory | None = None) -> NDArray[Any]:
+    def _input(
+        self, name: str, shape: tuple[int, ...], dtype: Any, memory: Memory | None = None, element: Any = None
+    ) -> NDArray[Any]:
         where = self._memory if memory is None else memory
         buffer = self._inputs[name] = where.buffer(shape, dtype)
-        self._bind(self._io.bind_input, name, buffer, where)
+        self._bind(self._io.bind_input, name, buffer, where, element)
         return buffer.host
 
     def _output(self, name: str, shape: tuple[int, ...], dtype: Any) -> Buffer:
@@ -195,7 +200,13 @@ class Binding:
         """Layer l of the graph works in layer slots[l] of the cache; input and output are one place."""
         for layer, slot in enumerate(slots):
             for offset, kind in enumerate(("key", "value")):
-                where = (self._memory.device, 0, cache.dtype, cache.shape, cache.pointer(2 * slot + offset))
+                where = (
+                    self._memory.device,
+                    0,
+                    self._spec.cache_element,
+                    cache.shape,
+                    cache.pointer(2 * slot + offset),
+                )
                 self._io.bind_input(GraphNames.past(layer, kind), *where)
                 self._io.bind_output(GraphNames.present(layer, kind), *where)
 
@@ -207,5 +218,6 @@ class Binding:
                     buffer.push()
 
     @staticmethod
-    def _bind(bind: Any, name: str, buffer: Buffer, memory: Memory) -> None:
-        bind(name, memory.device, 0, buffer.host.dtype, buffer.host.shape, buffer.pointer)
+    def _bind(bind: Any, name: str, buffer: Buffer, memory: Memory, element: Any = None) -> None:
+        kind = buffer.host.dtype if element is None else element
+        bind(name, memory.device, 0, kind, buffer.host.shape, buffer.pointer)

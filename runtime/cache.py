@@ -46,7 +46,7 @@ class Cache:
         self._shape = (2 * spec.layers, 1, spec.kv_heads, capacity, spec.head_dim)
         self._memory = memory if memory is not None else HostMemory()
         # Zeros, not empty: masked rows are multiplied by zero, and 0 * NaN is NaN.
-        kind = np.dtype(spec.cache_dtype)
+        kind = spec.cache_kind
         self._pool: Buffer = self._memory.buffer(self._shape, kind) if shared is None else shared._pool
         assert self._pool.host.shape == self._shape
         assert self._pool.host.dtype == kind
@@ -69,10 +69,6 @@ class Cache:
     def shape(self) -> tuple[int, ...]:
         """Of one tensor: [1, kv_heads, capacity, head_dim]."""
         return self._shape[1:]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._pool.host.dtype
 
     def pointer(self, tensor: int) -> int:
         """Address of one of the 2 * layers tensors."""

@@ -40,7 +40,7 @@ class Compactor:
             raise BundleError(f"{path}: no graph that moves rows of a cache; export the bundle again")
         self._memory = memory
         self._shape = (1, 2 * spec.layers * spec.kv_heads, rows, spec.head_dim)
-        self._kind = np.dtype(spec.cache_dtype)
+        self._kind = spec.cache_element
 
     def __call__(self, pool: Buffer, source: Sequence[int], place: int) -> None:
         """Moves rows `source` of the pool to the places from `place` on."""

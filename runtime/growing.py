@@ -17,6 +17,8 @@ from specedge.runtime.providers import open_session
 
 __all__ = ["GrowingDecoder"]
 
+_KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
 
 class GrowingDecoder:
     """One session of a standard decoder graph.
@@ -40,15 +42,18 @@ class GrowingDecoder:
         self.length = 0
         self._nodes = 0
         self._session = open_session(path, device=device, threads=threads)
-        self._inputs = {item.name for item in self._session.get_inputs()}
+        self._inputs = {item.name: item.type for item in self._session.get_inputs()}
         names = [(layer, kind) for layer in range(spec.layers) for kind in ("key", "value")]
         self._past = [GraphNames.past(*name) for name in names]
         self._present = [GraphNames.present(*name) for name in names]
-        missing = {GraphNames.INPUT_IDS, *self._past} - self._inputs
+        missing = {GraphNames.INPUT_IDS, *self._past} - set(self._inputs)
         missing |= {GraphNames.LOGITS, *self._present} - {item.name for item in self._session.get_outputs()}
         if missing:
             raise BundleError(f"{path}: no input or output {min(missing)!r}; export the bundle again")
-        empty = np.zeros((1, spec.kv_heads, 0, spec.head_dim), np.dtype(spec.cache_dtype))
+        kind = _KINDS.get(self._inputs[self._past[0]])
+        if kind is None:
+            raise BundleError(f"{path}: a cache of {self._inputs[self._past[0]]}; export the bundle again")
+        empty = np.zeros((1, spec.kv_heads, 0, spec.head_dim), kind)
         self._cache: list[NDArray[Any]] = [empty] * len(names)
 
     def forward(self, pending: Sequence[int], draft: Draft = EMPTY_DRAFT) -> Rows:

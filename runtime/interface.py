@@ -76,7 +76,7 @@ def _cache(spec: GraphSpec, name: Any) -> Values:
 
 
 def _floats(spec: GraphSpec) -> str:
-    return "tensor(float)" if spec.cache_dtype == "float32" else "tensor(float16)"
+    return "tensor(float)" if spec.cache_dtype == "float32" else f"tensor({spec.cache_dtype})"
 
 
 def _fits(found: Sequence[Any], wanted: Sequence[int | None]) -> bool:

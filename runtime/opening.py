@@ -141,6 +141,11 @@ def _check_device(spec: GraphSpec, device: str) -> None:
     """
     if device == "tensorrt" and spec.flavour != "gqa" and not spec.fixed:
         raise DeviceError(f"{spec.file}: not made for TensorRT; export the model again with --device tensorrt")
+    if spec.cache_dtype == "bfloat16" and device != "cuda":
+        raise DeviceError(
+            f"{spec.file}: bfloat16 runs on CUDA alone; export the model again with --device {device}, or give "
+            "--device cuda"
+        )
     if spec.flavour == "gqa" and (device == "tensorrt" or (device == "cuda" and spec.cache_dtype == "float32")):
         what = "TensorRT does not know GroupQueryAttention" if device == "tensorrt" else "CUDA has none in fp32"
         raise DeviceError(f"{spec.file}: {what}; export the model again with --device {device}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
 
 __all__ = ["SAFE_PART", "TREE_FLAVOURS", "GraphSpec", "HeadsSpec"]
 
@@ -12,6 +15,8 @@ TREE_FLAVOURS = ("gqa", "onnx24", "plain")
 """Ways to attend with a tree mask over a cache that a pass writes in place; see docs/gpu.md."""
 
 _FLAVOURS = (*TREE_FLAVOURS, "growing")
+_CACHES = ("float32", "float16", "bfloat16")
+_BFLOAT16 = 16  # ONNX's number of it (TensorProto.BFLOAT16)
 _DEVICES = ("", "cpu", "cuda", "tensorrt")
 SAFE_PART = re.compile(r"[A-Za-z0-9._+:@,=-]+")
 """What names may consist of that end up in paths and in commands."""
@@ -31,7 +36,7 @@ class GraphSpec:
         hidden_size: Width of the hidden rows.
         vocab_size: Width of the logits.
         capacity: Most rows its cache may hold.
-        cache_dtype: "float32" or "float16".
+        cache_dtype: "float32", "float16" or "bfloat16"; of the mask as well.
         weight_bytes: Size of the weights.
         shares_cache: A draft that is the target itself in fewer bits works in the target's cache:
             it reads the target's keys and values and writes its own behind them.
@@ -75,8 +80,8 @@ class GraphSpec:
             raise ValueError(f"top is {self.top}")
         if self.flavour not in _FLAVOURS:
             raise ValueError(f"flavour {self.flavour!r} is none of {', '.join(_FLAVOURS)}")
-        if self.cache_dtype not in ("float32", "float16"):
-            raise ValueError(f"cache_dtype {self.cache_dtype!r} is neither float32 nor float16")
+        if self.cache_dtype not in _CACHES:
+            raise ValueError(f"cache_dtype {self.cache_dtype!r} is none of {', '.join(_CACHES)}")
         for name in ("layers", "kv_heads", "head_dim", "hidden_size", "vocab_size", "capacity"):
             if not 0 < getattr(self, name) < 1 << 31:
                 raise ValueError(f"{name} is {getattr(self, name)}")
@@ -95,6 +100,16 @@ class GraphSpec:
         """Memory of a full cache."""
         size = 4 if self.cache_dtype == "float32" else 2
         return 2 * self.layers * self.kv_heads * self.capacity * self.head_dim * size
+
+    @property
+    def cache_kind(self) -> np.dtype[Any]:
+        """The numpy type that holds the cache and the mask; the bits of bfloat16, which numpy does not have."""
+        return np.dtype("uint16" if self.cache_dtype == "bfloat16" else self.cache_dtype)
+
+    @property
+    def cache_element(self) -> Any:
+        """The type of the same for an IOBinding: numpy's, or ONNX's number."""
+        return _BFLOAT16 if self.cache_dtype == "bfloat16" else self.cache_kind
 
     @property
     def tree(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  by which numpy knows bfloat16
 import numpy as np
 from numpy.typing import NDArray
 
 from specedge.export.checkpoint import Checkpoint
+from specedge.export.emulation import emulated
 from specedge.runtime.bundle import GraphSpec
 from specedge.runtime.contracts import GraphNames as Names
 from specedge.tests.reference import forward, random_tree, session
@@ -20,14 +23,16 @@ class Speculative:
     """The speculative graph of any flavour, or its twin without a mask, with a cache of its own, from row 0 on."""
 
     def __init__(self, path: Path, spec: GraphSpec, capacity: int | None = None) -> None:
-        self.session = session(path)
+        with emulated(path.parent, replace(spec, file=path.name, chains="", compact="")) as runnable:
+            self.session = session(path.parent / runnable.file)
         self.spec = spec
         self.capacity = capacity or spec.capacity
-        self.dtype = np.dtype(spec.cache_dtype)
         shape = (1, spec.kv_heads, self.capacity, spec.head_dim)
         # Garbage in unused rows: whoever reads them is found out.
         self.cache = {
-            (layer, kind): np.full(shape, 7.0, self.dtype) for layer in range(spec.layers) for kind in ("key", "value")
+            (layer, kind): self._stored(np.full(shape, 7.0))
+            for layer in range(spec.layers)
+            for kind in ("key", "value")
         }
         self.length = 0
         self.outputs: dict[str, NDArray[Any]] = {}
@@ -43,7 +48,7 @@ class Speculative:
         """Runs rows on top of the cache and keeps them in it; returns logits and hidden of the real rows."""
         real, rows = len(ids), len(ids) + pad
         past = self.length
-        bias = np.full((1, 1, rows, self.capacity), -np.inf, self.dtype)
+        bias = np.full((1, 1, rows, self.capacity), -np.inf)
         bias[..., :past] = 0
         seen = np.eye(rows, dtype=bool)
         seen[:real, :real] = np.tril(np.ones((real, real), bool)) if allowed is None else allowed
@@ -56,7 +61,7 @@ class Speculative:
         feeds = {
             Names.INPUT_IDS: tokens,
             Names.POSITION_IDS: positions,
-            Names.ATTENTION_BIAS: bias,
+            Names.ATTENTION_BIAS: self._stored(bias),
             Names.LAST_INDEX: np.array([past + rows - 1], np.int32),
             Names.TOTAL: np.array([self.capacity], np.int32),
             Names.WRITE_INDEX: np.array([past], np.int64),
@@ -66,18 +71,26 @@ class Speculative:
         feeds = {name: array for name, array in feeds.items() if name in taken}
         binding = self.session.io_binding()
         for name, array in feeds.items():
-            binding.bind_cpu_input(name, array)
+            binding.bind_input(name, "cpu", 0, self._element(name, array), array.shape, array.ctypes.data)
         for (layer, kind), array in self.cache.items():
             for bind, name in ((binding.bind_input, Names.past), (binding.bind_output, Names.present)):
-                bind(name(layer, kind), "cpu", 0, self.dtype, array.shape, array.ctypes.data)
+                bind(name(layer, kind), "cpu", 0, self.spec.cache_element, array.shape, array.ctypes.data)
         free = [item.name for item in self.session.get_outputs() if not item.name.startswith("present")]
         for name in free:
             binding.bind_output(name, "cpu")
         self.session.run_with_iobinding(binding)
-        self.outputs = dict(zip(free, binding.copy_outputs_to_cpu()[-len(free) :], strict=True))
+        found = [value.numpy() for value in binding.get_outputs()[-len(free) :]]
+        self.outputs = dict(zip(free, found, strict=True))
         logits, hidden = self.outputs[Names.LOGITS], self.outputs[Names.HIDDEN]
         self.length += real
         return logits[0], hidden[0, :real]
+
+    def _stored(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Floats as cache and mask hold them."""
+        return array.astype(self.spec.cache_dtype).view(self.spec.cache_kind)
+
+    def _element(self, name: str, array: NDArray[Any]) -> Any:
+        return self.spec.cache_element if name == Names.ATTENTION_BIAS else array.dtype
 
 
 class Standard:

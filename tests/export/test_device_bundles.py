@@ -6,7 +6,7 @@ import pytest
 
 from specedge.export.pipeline import ExportOptions, export
 from specedge.runtime.engine import Engine
-from specedge.runtime.errors import UsageError
+from specedge.runtime.errors import DeviceError, UsageError
 
 pytest.importorskip("onnx")
 
@@ -25,6 +25,28 @@ def test_a_bundle_for_tensorrt_passes_its_checks(tiny_checkpoint, tmp_path, prec
     assert drafted.ids == plain.ids
     with pytest.raises(UsageError, match="compiled for 96 rows"):
         Engine(tmp_path / "bundle", device="cpu", capacity=64)
+
+
+@pytest.mark.parametrize("attention", ["gqa", "plain"])
+def test_a_bundle_in_bfloat16_is_checked_where_nothing_runs_it(tiny_checkpoint, tmp_path, attention):
+    """The checks run it on the CPU node by node; an engine there says what to do."""
+    options = ExportOptions(device="cuda", precision="bf16", attention=attention, capacity=96)
+    manifest = export(str(tiny_checkpoint), tmp_path / "bundle", options)
+    assert manifest.target.cache_dtype == "bfloat16"
+    assert manifest.checks["self"].keys() >= {"pieces", "tree", "standard"}
+    assert manifest.checks["pytorch"]["status"] in ("passed", "skipped")
+    draft = manifest.drafts["self-int4:bf16"]
+    assert (draft.cache_dtype, draft.shares_cache) == ("bfloat16", True)
+    assert sorted(path.name for path in (tmp_path / "bundle").rglob(".*")) == []
+    with pytest.raises(DeviceError, match=r"bfloat16 runs on CUDA alone; export .* --device cpu"):
+        Engine(tmp_path / "bundle", device="cpu")
+
+
+def test_what_bfloat16_does_not_go_with():
+    with pytest.raises(UsageError, match="recipe 'int8:bf16': bf16 is for --device cuda"):
+        ExportOptions(precision="int8:bf16")
+    with pytest.raises(UsageError, match="layers of a target in bfloat16 cannot be chosen here; give fp16"):
+        ExportOptions(device="cuda", precision="bf16", drafts=("layers-2",))
 
 
 def test_a_draft_elsewhere_has_its_own_device_and_cache(tiny_checkpoint, tmp_path):

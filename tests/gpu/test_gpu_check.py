@@ -34,7 +34,14 @@ def test_all_that_can_be_run_passes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     names = {check["name"] for check in result["models"]["tiny"]["checks"]}
-    assert names >= {"export", "parity with the CPU", "greedy equality", "draft on the CPU, target here", "speed"}
+    assert names >= {
+        "export",
+        "parity with the CPU",
+        "greedy equality",
+        "draft on the CPU, target here",
+        "bfloat16",
+        "speed",
+    }
     assert result["models"]["tiny"]["speed"]["passes"]["1"] > 0
     assert any("nothing-1.0-cp27-none-any.whl does not fit" in note for note in result["notes"])
     if result["device"] == "cpu":

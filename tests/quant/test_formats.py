@@ -59,7 +59,7 @@ def test_an_int8_draft_is_fast_for_one_row_and_a_target_for_many():
             "cpu",
             "precision 'bf16' .*: choose one of fp32, fp16, int8, int8-static, int8-block, int4, .*fp8-e4m3",
         ),
-        ("fp32", "cuda", "precision 'fp32' is not available on device 'cuda': choose one of fp16, int8, int4"),
+        ("fp32", "cuda", "precision 'fp32' is not available on device 'cuda': choose one of fp16, bf16, int8, int4"),
         ("fp8", "cuda", "precision 'fp8' .*compute capability 8.9 or newer .*Orin has 8.7, so use int8 or int4"),
         ("fp8-e5m2", "cuda", "compute capability 8.9"),
         ("fp16", "npu", "device 'npu' is not available in this version: choose one of cpu, cuda, tensorrt"),
