@@ -78,9 +78,8 @@ class Engine:
             memory_budget=memory_budget,
         )
         self._session = Session(self._opener.target)
-        here = device in (None, self.manifest.device)  # a tuning is of the device that the bundle was made for
         count = default_threads() if threads is None else threads
-        tuning = read_tuning(self.bundle, count) if tuned and here else None
+        tuning = read_tuning(self.bundle, count, device) if tuned else None
         self.drafting = Drafting(self._opener, self._session, tuning)
         self._running: Generation | None = None
         self._closed = False

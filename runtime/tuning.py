@@ -16,6 +16,7 @@ from typing import Any
 from specedge.runtime.bundle import Bundle, Manifest
 from specedge.runtime.errors import StorageError
 from specedge.runtime.files import check_writable, write_text
+from specedge.runtime.machine import look_at_gpu
 from specedge.runtime.options import PLAIN
 from specedge.runtime.schema import fields_of, mapping_of, one_line, parse_json
 
@@ -88,24 +89,27 @@ class Tuning:
 
 
 def device_name(device: str, threads: int) -> str:
-    """What this device's tuning is called: the provider, the processor and the threads."""
-    return f"{device}-{re.sub(r'[^a-z0-9]+', '-', _processor().lower()).strip('-')[:48] or 'unknown'}-{threads}"
+    """What a device's tuning is called: the provider, the chip and the threads."""
+    gpu = None if device == "cpu" else look_at_gpu()
+    chip = _processor() if gpu is None else gpu.name
+    return f"{device}-{re.sub(r'[^a-z0-9]+', '-', chip.lower()).strip('-')[:48] or 'unknown'}-{threads}"
 
 
-def tuning_path(bundle: Bundle, threads: int) -> Path:
-    """Where this device's tuning of a bundle lies."""
-    return bundle.folder / _FOLDER / f"{device_name(bundle.manifest.device, threads)}.json"
+def tuning_path(bundle: Bundle, threads: int, device: str | None = None) -> Path:
+    """Where a device's tuning of a bundle lies; None: the device that the bundle was made for."""
+    return bundle.folder / _FOLDER / f"{device_name(device or bundle.manifest.device, threads)}.json"
 
 
-def read_tuning(bundle: Bundle, threads: int) -> Tuning | None:
-    """This device's tuning of a bundle; None where there is none, or none that fits (which is logged).
+def read_tuning(bundle: Bundle, threads: int, device: str | None = None) -> Tuning | None:
+    """A device's tuning of a bundle; None where there is none, or none that fits (which is logged).
 
     It is no part of what the manifest lists, so nothing in it is believed that could do more than cost time.
     """
-    path = tuning_path(bundle, threads)
+    path = tuning_path(bundle, threads, device)
     if not os.path.lexists(path):
         return None
-    again = f"write it again with: specedge tune {bundle.folder} --threads {threads}"
+    elsewhere = f" --device {device}" if device not in (None, bundle.manifest.device) else ""
+    again = f"write it again with: specedge tune {bundle.folder} --threads {threads}{elsewhere}"
     try:
         if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
             raise ValueError("a link, a folder or a device")
@@ -121,24 +125,24 @@ def read_tuning(bundle: Bundle, threads: int) -> Tuning | None:
     return tuning
 
 
-def write_tuning(bundle: Bundle, tuning: Tuning) -> Path:
+def write_tuning(bundle: Bundle, tuning: Tuning, device: str | None = None) -> Path:
     """Writes a tuning into its bundle, beside and renamed.
 
     Raises:
         StorageError: It cannot be written.
     """
-    path = check_tuning_writable(bundle, tuning.threads)
+    path = check_tuning_writable(bundle, tuning.threads, device)
     write_text(path, json.dumps(dataclasses.asdict(tuning), indent=1) + "\n")
     return path
 
 
-def check_tuning_writable(bundle: Bundle, threads: int) -> Path:
+def check_tuning_writable(bundle: Bundle, threads: int, device: str | None = None) -> Path:
     """Where a tuning will be written, looked at before any work is done.
 
     Raises:
         StorageError: It cannot be written there.
     """
-    path = tuning_path(bundle, threads)
+    path = tuning_path(bundle, threads, device)
     if path.parent.is_symlink() or path.is_symlink():
         raise StorageError(f"{path}: a link, or behind one; copy the bundle with its contents")
     try:

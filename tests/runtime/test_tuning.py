@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import specedge.runtime.tuning as tuning_module
 from specedge.cli import main
 from specedge.runtime.bundle import open_bundle
 from specedge.runtime.draft_temperature import best_temperature
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import StorageError, UsageError
 from specedge.runtime.gains import TreeGain
+from specedge.runtime.machine import GPU
 from specedge.runtime.roofline import MODELS, DeviceProfile, Model, pass_ms, predict, profile_names, read_profile
 from specedge.runtime.tuning import Tuning, device_name, read_tuning, tuning_path, write_tuning
 
@@ -113,6 +115,13 @@ def test_a_file_that_is_no_tuning_is_left_out(tuned, caplog, change, why):
         path.write_text(whole)
 
 
+def test_a_tuning_is_called_by_the_chip_that_was_measured(monkeypatch):
+    gpu = GPU("NVIDIA Orin Nano", "8.7", 8 << 30, True, 1e11, "12.6")
+    monkeypatch.setattr(tuning_module, "look_at_gpu", lambda: gpu)
+    assert device_name("cuda", 6) == "cuda-nvidia-orin-nano-6"
+    assert "orin" not in device_name("cpu", 6)
+
+
 def test_what_is_written_is_read_and_lies_where_nothing_is_hashed(tuned, tmp_path):
     bundle = open_bundle(tuned[0])
     tuning = read_tuning(bundle, 1)
@@ -122,6 +131,9 @@ def test_what_is_written_is_read_and_lies_where_nothing_is_hashed(tuned, tmp_pat
     assert read_tuning(bundle, 2) is None
     assert device_name("cpu", 3).startswith("cpu-") and device_name("cpu", 3).endswith("-3")
     tuning_path(bundle, 3).unlink()
+    assert write_tuning(bundle, other, "cuda").name.startswith("cuda-")
+    assert (read_tuning(bundle, 3, "cuda"), read_tuning(bundle, 3)) == (other, None)
+    tuning_path(bundle, 3, "cuda").unlink()
     link = tmp_path / "linked"
     link.mkdir()
     (link / "tuning").symlink_to(tmp_path)
