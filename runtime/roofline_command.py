@@ -37,6 +37,7 @@ __all__ = ["THIS", "measured_profile", "predict_bundle", "predict_for"]
 THIS = "this"
 _HEADS_SHARE = 0.05
 _CPU_LAUNCH_US = 6.0
+_FEW = 12
 _LONGEST = 16
 
 
@@ -66,12 +67,15 @@ def predict_for(folder: Path, profile: str, threads: int | None, out: Path | Non
 
 
 def measured_profile(manifest: Manifest, tuning: Tuning) -> DeviceProfile:
-    """This machine's numbers as its tuning's passes show them: what one row loads, and what more rows compute."""
+    """This machine's numbers as its tuning's passes show them: what every pass loads, and what a row computes.
+
+    Both are the straight line through passes of few rows: wider ones are padded.
+    """
     model, kind = _model(manifest.name, manifest.target), _kind(manifest.target.precision)
     unbounded = DeviceProfile("", 1e6, {kind: 1e6}, _CPU_LAUNCH_US, overlap=0.0, efficiency=1.0)
-    few, many = min(tuning.passes), max(tuning.passes)
-    loading = max(tuning.passes[few] - pass_ms(model, kind, unbounded, few), 1e-3)
-    computing = max(tuning.passes[many] - tuning.passes[few], 1e-3) / max(many - few, 1)
+    few = {width: ms for width, ms in tuning.passes.items() if width <= _FEW} or tuning.passes
+    slope, begin = np.polyfit(list(few), list(few.values()), 1) if len(few) > 1 else (0.0, min(few.values()))
+    loading, computing = max(begin - pass_ms(model, kind, unbounded, 0), 1e-3), max(slope, 1e-3)
     return DeviceProfile(
         name="this machine",
         bandwidth_gbs=loaded_bytes(model, kind) / loading / 1e6,

@@ -21,6 +21,7 @@ from specedge.runtime.errors import StorageError, UsageError
 from specedge.runtime.gains import TreeGain
 from specedge.runtime.machine import GPU
 from specedge.runtime.roofline import MODELS, DeviceProfile, Model, pass_ms, predict, profile_names, read_profile
+from specedge.runtime.roofline_command import measured_profile, predict_bundle
 from specedge.runtime.tuning import Tuning, device_name, read_tuning, tuning_path, write_tuning
 
 PROMPTS = "".join(
@@ -268,6 +269,19 @@ def test_the_command_predicts(tuned, tmp_path):
         assert "PREDICTED" in done.output and "nothing was run" in done.output
         assert ("measured here" in done.output) == (name == "this")
         assert json.loads((tmp_path / "p.json").read_text())["predicted"]
+
+
+def test_this_machine_is_predicted_as_it_was_measured(tuned):
+    """A machine that is exactly what the roofline says, but for a pass of 17 rows, which is padded to 24."""
+    bundle = open_bundle(tuned[0])
+    passes = {width: 0.5 + 0.005 * width for width in (1, 2, 3, 4, 5, 6, 8, 12)} | {17: 0.9}
+    tuning = dataclasses.replace(read_tuning(bundle, 1), passes=passes)
+    device = measured_profile(bundle.manifest, tuning)
+    plain, *drafted = predict_bundle(bundle.manifest, device, tuning)
+    assert plain.ms_per_token == pytest.approx(passes[1] + 0.2)  # and what the host takes
+    lookup = next(each for each in drafted if each.method == "ngram")
+    rows = 1 + lookup.draft_length
+    assert lookup.ms_per_token * lookup.tau == pytest.approx(0.5 + 0.005 * rows + 0.2)
 
 
 def test_a_tuning_without_methods_is_none():
