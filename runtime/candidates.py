@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from specedge.runtime.bundle import Manifest
 from specedge.runtime.costs import Costs, shape_of
 from specedge.runtime.drafters.registry import COPIES, LOOKUP, MEDUSA, MERGED, is_draft
-from specedge.runtime.gains import ChainGain, Gain, TreeGain
+from specedge.runtime.gains import GUESSED, MEASURED, ChainGain, Gain, TreeGain
 from specedge.runtime.opening import Opener
 from specedge.runtime.policy import LONGEST, Candidate
 from specedge.runtime.tuning import Tuning
@@ -37,15 +37,22 @@ def auto_methods(methods: Sequence[str], tuning: Tuning | None) -> tuple[str, ..
     return (*drafts[:1], *heads, LOOKUP)
 
 
-def make_costs(manifest: Manifest, tuning: Tuning | None) -> Costs:
-    """What rounds take, as far as it is known before the first."""
+def make_costs(manifest: Manifest, tuning: Tuning | None, padded: Callable[[int], int]) -> Costs:
+    """What rounds take, as far as it is known before the first.
+
+    Args:
+        manifest: The bundle's.
+        tuning: What was measured on this device.
+        padded: How many rows a pass of so many really runs.
+    """
     if tuning is not None:
-        return Costs(tuning.passes, tuning.drafts, measured=True)
+        passes = {padded(width): ms for width, ms in tuning.passes.items()}
+        return Costs(passes, tuning.drafts, measured=True, padded=padded)
     drafts = {MEDUSA: (_HEADS_COST, 0.0), MERGED: (_MERGED_COST, 0.0)}
     for name, spec in manifest.drafts.items():
         share = _OVERHEAD * spec.weight_bytes / max(manifest.target.weight_bytes, 1)
         drafts[f"draft:{name}"] = (0.0, max(share, _LEAST_COST))
-    return Costs(shape_of(manifest.target.precision), drafts)
+    return Costs(shape_of(manifest.target.precision), drafts, padded=padded)
 
 
 def candidates(methods: Sequence[str], opener: Opener, tuning: Tuning | None) -> list[Candidate]:
@@ -70,9 +77,10 @@ def _gain_of(method: str, opener: Opener, tuning: Tuning | None) -> Callable[[in
     def gain(matched: int) -> Gain:
         if heads and opener.trees:
             return TreeGain(values)
+        most = longest(method, opener, matched)
         if known.get(matched):
-            return ChainGain(known[matched], longest(method, opener, matched))
-        return ChainGain(_guess(method, opener, matched), longest(method, opener, matched))
+            return ChainGain(known[matched], most, MEASURED)
+        return ChainGain(_guess(method, opener, matched), most, MEASURED if heads and not matched else GUESSED)
 
     return gain
 

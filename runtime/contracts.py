@@ -219,6 +219,10 @@ class Target(Protocol):
         """Most rows the cache can hold."""
         ...
 
+    def padded(self, rows: int) -> int:
+        """How many rows a pass of so many really runs."""
+        ...
+
     def forward(self, pending: Sequence[int], draft: Draft = EMPTY_DRAFT) -> Rows:
         """Runs the tokens the cache lacks, then the draft's nodes, each seeing its own path.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from specedge.runtime.contracts import Round
@@ -14,7 +14,7 @@ _GROWTH: Mapping[str, float] = {"fp32": 0.04, "fp16": 0.04, "int8": 0.06, "int8-
 """What one more row adds to a pass of one row, by precision, until something was measured (this project's CPU)."""
 
 _OTHER_GROWTH = 0.13
-_QUICK, _SLOW = 0.2, 0.1
+_RATE = 0.1
 _FIRST_RATIO, _LAST_RATIO = 0.5, 0.02
 _CLIP = 1.6
 _SPREADS = 3.0
@@ -41,12 +41,19 @@ class Costs:
         shape: Times of passes by width, at least of one width.
         drafts: For each method what a draft takes, and what each of its tokens takes.
         measured: Whether both are milliseconds of this device; else they are shares of a pass of one row.
+        padded: How many rows a pass of so many really runs.
     """
 
     def __init__(
-        self, shape: Mapping[int, float], drafts: Mapping[str, tuple[float, float]], *, measured: bool = False
+        self,
+        shape: Mapping[int, float],
+        drafts: Mapping[str, tuple[float, float]],
+        *,
+        measured: bool = False,
+        padded: Callable[[int], int] = lambda rows: rows,
     ) -> None:
         self._shape = _rising(shape)
+        self._padded = padded
         self._drafts = dict(drafts)
         self._measured = measured
         self._log_pace = 0.0
@@ -65,6 +72,7 @@ class Costs:
 
     def pass_ms(self, width: int) -> float:
         """Predicted milliseconds of a pass."""
+        width = self._padded(width)
         return self._base(width) * math.exp(self._log_pace + self._ratio(width))
 
     def draft_ms(self, method: str, tokens: int) -> float:
@@ -89,7 +97,7 @@ class Costs:
             return
         nodes = len(outcome.draft.tokens)
         self._record_pass(1 + nodes, outcome.verify_ms)
-        self.host_ms += _SLOW * (min(outcome.host_ms, 4 * self.host_ms) - self.host_ms)
+        self.host_ms += _RATE * (min(outcome.host_ms, 4 * self.host_ms) - self.host_ms)
         by = outcome.draft.by
         # The first draft after another's may have run what its cache lacked, a prompt even.
         if nodes and by in self._drafts and by == self._last:
@@ -103,18 +111,19 @@ class Costs:
     def _record_pass(self, width: int, ms: float) -> None:
         if ms <= 0:
             return
+        width = self._padded(width)
         if not self._measured:  # the first of all passes sets the scale
             self._log_pace, self._measured = math.log(ms / self._base(width)), True
             self._log_ratio[width], self._timed[width] = 0.0, 1
             return
         off = math.log(ms / self.pass_ms(width))
         if width in self._log_ratio:
-            self._spread += _SLOW * (max(abs(off), _LEAST_SPREAD) - self._spread)
+            self._spread += _RATE * (max(abs(off), _LEAST_SPREAD) - self._spread)
         off = _clipped(off)
         count = self._timed[width] = self._timed.get(width, 0) + 1
         rate = max(_FIRST_RATIO / count, _LAST_RATIO)
         self._log_ratio[width] = self._ratio(width) + rate * off
-        self._log_pace += _QUICK * off
+        self._log_pace += _RATE * off
 
     def _record_draft(self, method: str, tokens: int, ms: float) -> None:
         if ms <= 0 or not any(self._drafts[method]):
@@ -126,7 +135,7 @@ class Costs:
         count = self._drafted[method] = self._drafted.get(method, _SETTLED) + 1
         off = math.log(ms / self.draft_ms(method, tokens))
         # The first few correct each other freely.
-        self._log_draft[method] += off / count if count < _SETTLED else _QUICK * _clipped(off)
+        self._log_draft[method] += off / count if count < _SETTLED else _RATE * _clipped(off)
 
     def _ratio(self, width: int) -> float:
         """A width's own, or that of the nearest width that was timed."""

@@ -37,7 +37,7 @@ class Drafting:
 
     def __init__(self, opener: Opener, session: Session, tuning: Tuning | None) -> None:
         self._opener, self._session, self.tuning = opener, session, tuning
-        self.costs = make_costs(opener.manifest, tuning)
+        self.costs = make_costs(opener.manifest, tuning, opener.target.padded)
         self._open: dict[str, Drafter] = {}
         self._policies: dict[tuple[str, int], Speed] = {}
 

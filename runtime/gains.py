@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from specedge.runtime.contracts import Round
 
-__all__ = ["ChainGain", "Gain", "TreeGain"]
+__all__ = ["GUESSED", "MEASURED", "ChainGain", "Gain", "TreeGain"]
 
 _KEPT = 0.97
-_TRUST = 3.0
+GUESSED, MEASURED = 3.0, 8.0
+"""As how many tested nodes it counts what is expected before any was seen."""
+
 _DEEPEST = 64
 
 
@@ -17,49 +20,64 @@ class ChainGain:
     """A chain's gain: for each depth the share of nodes that stand where all before them stood.
 
     A moving average, with a memory of about thirty nodes a depth; a depth that was never seen is
-    taken to be like the one before it.
+    taken to be like the one before it. What was expected before is forgotten like what is seen.
 
     Args:
         prior: The share at depth 1 before anything was seen, or one for each depth.
         most: Longest draft that the drafter can make.
+        trust: As how many tested nodes of each depth the prior counts.
     """
 
-    def __init__(self, prior: float | Sequence[float], most: int = _DEEPEST) -> None:
+    def __init__(self, prior: float | Sequence[float], most: int = _DEEPEST, trust: float = GUESSED) -> None:
         self._prior = list(prior) if isinstance(prior, Sequence) else [prior]
-        self.most = most
+        assert self._prior
+        self.most, self._trust = most, trust
         self._stood: list[float] = []
         self._tested: list[float] = []
 
-    def expected(self, most: int) -> list[float]:
-        """Expected accepted tokens with drafts of 0, 1, … `most` tokens."""
+    def expected(self, most: int, hope: float = 0.0) -> list[float]:
+        """Expected accepted tokens with drafts of 0, 1, … `most` tokens.
+
+        Args:
+            most: Longest draft.
+            hope: So many standard errors above what was seen.
+        """
         sums, survives, before = [0.0], 1.0, 0.0
         for depth in range(min(most, self.most)):
             before = self._share(depth, before)
-            survives *= before
+            error = math.sqrt(
+                before * (1 - before) / (self._tested[depth] if depth < len(self._tested) else self._trust)
+            )
+            survives *= min(before + hope * error, 1.0)
             sums.append(sums[-1] + survives)
         return sums
 
     def record(self, outcome: Round) -> None:
         """Learns from a round."""
-        nodes, accepted = len(outcome.draft.tokens), outcome.accepted
+        nodes, accepted, before = len(outcome.draft.tokens), outcome.accepted, 0.0
         for depth in range(min(nodes, accepted + 1, _DEEPEST)):
             if depth == len(self._stood):
-                self._stood.append(0.0)
-                self._tested.append(0.0)
+                self._stood.append(self._trust * self._share(depth, before))
+                self._tested.append(self._trust)
             self._stood[depth] = _KEPT * self._stood[depth] + (depth < accepted)
             self._tested[depth] = _KEPT * self._tested[depth] + 1
+            before = self._share(depth, before)
 
     def fade(self, share: float) -> None:
-        """Forgets this share of what was seen."""
-        self._stood = [(1 - share) * each for each in self._stood]
-        self._tested = [(1 - share) * each for each in self._tested]
+        """Forgets this share of what was seen, for what was expected before."""
+        for depth in range(len(self._stood)):
+            self._stood[depth] += share * (self._trust * self._expected(depth) - self._stood[depth])
+            self._tested[depth] += share * (self._trust - self._tested[depth])
 
     def _share(self, depth: int, before: float) -> float:
-        prior = self._prior[depth] if depth < len(self._prior) else before
-        if depth >= len(self._stood):
-            return prior
-        # What this reply shows of the depth before says more of an unseen depth than the prior does.
-        return (self._stood[depth] + _TRUST * prior) / (self._tested[depth] + _TRUST)
+        if depth < len(self._stood):
+            return self._stood[depth] / self._tested[depth]
+        # What this reply shows of the depth before says more of an unseen depth than a prior of another depth does.
+        return self._prior[depth] if depth < len(self._prior) else before
+
+    def _expected(self, depth: int) -> float:
+        """The share before anything was seen."""
+        return self._prior[min(depth, len(self._prior) - 1)]
 
 
 class TreeGain:
@@ -74,11 +92,11 @@ class TreeGain:
         for value in values:
             self._sums.append(self._sums[-1] + value)
         self.most = len(values)
-        self._stood = self._foreseen = 0.0
+        self._stood = self._foreseen = MEASURED
 
-    def expected(self, most: int) -> list[float]:
+    def expected(self, most: int, hope: float = 0.0) -> list[float]:
         """See `ChainGain`."""
-        factor = (self._stood + _TRUST) / (self._foreseen + _TRUST)
+        factor = (self._stood + hope * math.sqrt(self._stood)) / self._foreseen
         return [min(factor * each, float(nodes)) for nodes, each in enumerate(self._sums[: most + 1])]
 
     def record(self, outcome: Round) -> None:
@@ -90,8 +108,8 @@ class TreeGain:
 
     def fade(self, share: float) -> None:
         """See `ChainGain`."""
-        self._stood *= 1 - share
-        self._foreseen *= 1 - share
+        self._stood += share * (MEASURED - self._stood)
+        self._foreseen += share * (MEASURED - self._foreseen)
 
 
 Gain = ChainGain | TreeGain

@@ -131,6 +131,11 @@ class Decoder:
         """The cache's array, [2 * layers, 1, kv_heads, capacity, head_dim]; a host's has all of the host's layers."""
         return self._cache.pool
 
+    def padded(self, rows: int) -> int:
+        """How many rows a pass of so many runs, where there is room: the next width that has a binding."""
+        wanted = max(rows, self._narrowest)
+        return next((width for width in self._widths if wanted <= width), wanted)
+
     def forward(self, pending: Sequence[int], draft: Draft = EMPTY_DRAFT) -> Rows:
         check_room(self, pending, draft)
         cut = max(len(pending) - 1, 0) // PREFILL_CHUNK * PREFILL_CHUNK

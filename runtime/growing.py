@@ -56,6 +56,10 @@ class GrowingDecoder:
         empty = np.zeros((1, spec.kv_heads, 0, spec.head_dim), kind)
         self._cache: list[NDArray[Any]] = [empty] * len(names)
 
+    def padded(self, rows: int) -> int:
+        """As many rows as are asked for: a pass of this graph pads none."""
+        return rows
+
     def forward(self, pending: Sequence[int], draft: Draft = EMPTY_DRAFT) -> Rows:
         check_room(self, pending, draft)
         if not draft.is_chain:

@@ -114,6 +114,30 @@ def test_a_chains_gain_learns_depth_by_depth():
     assert gain.expected(1)[1] == 0.5 != before
 
 
+def test_what_was_expected_is_forgotten_like_what_is_seen_and_comes_back():
+    gain = ChainGain(0.2, trust=8)
+    assert gain.expected(1, hope=1.0)[1] == pytest.approx(0.2 + (0.2 * 0.8 / 8) ** 0.5)
+    for _ in range(300):
+        gain.record(made(1, 1))
+    assert gain.expected(1)[1] == pytest.approx(1.0, abs=0.01)
+    gain.fade(0.5)
+    assert gain.expected(1)[1] == pytest.approx((33.3 + 8 * 0.2) / (33.3 + 8), abs=0.01)
+    for _ in range(20):
+        gain.fade(0.5)
+    assert gain.expected(1)[1] == pytest.approx(0.2, abs=0.01)
+    tree = TreeGain([0.5])
+    assert tree.expected(1, hope=1.0)[1] > tree.expected(1)[1] == 0.5
+
+
+def test_a_pass_is_known_by_the_rows_that_it_really_runs():
+    """Plain decoding of a rounded target runs two rows, as a drafted token does: neither takes longer."""
+    costs = Costs({2: 10.0, 4: 12.0}, {}, measured=True, padded=lambda rows: 2 if rows < 3 else 4)
+    for _ in range(9):
+        costs.record(made(0, 0, verify=8))
+        costs.record(made(2, 0, verify=12))
+    assert costs.pass_ms(1) == costs.pass_ms(2) < costs.pass_ms(3) == costs.pass_ms(4)
+
+
 def test_a_trees_gain_is_its_calibration_times_how_right_that_was():
     gain = TreeGain([0.5, 0.25, 0.125])
     assert gain.expected(9) == [0, 0.5, 0.75, 0.875]
@@ -202,10 +226,13 @@ def best_rate(truth):
 def test_speed_comes_near_the_best_method_whichever_that_is(alphas, draft):
     names = ("model", "heads")
     truth = {**TRUTH, "alpha": dict(zip(names, alphas, strict=True)), "draft": dict(zip(names, draft, strict=True))}
-    policy, costs = speed(truth)
-    simulate(policy, costs, truth, 150)
-    tokens, ms, _ = simulate(policy, costs, truth, 600, seed=1)
-    assert tokens / ms > 0.94 * best_rate(truth)
+    rates = []
+    for seed in range(6):
+        policy, costs = speed(truth)
+        simulate(policy, costs, truth, 150, seed=seed)
+        tokens, ms, _ = simulate(policy, costs, truth, 600, seed=100 + seed)
+        rates.append(tokens / ms / best_rate(truth))
+    assert sum(rates) / len(rates) > 0.94
 
 
 def test_speed_begins_plainly_and_notices_that_the_text_has_changed():
