@@ -10,6 +10,7 @@ from specedge.runtime.contracts import Round
 __all__ = ["GUESSED", "MEASURED", "ChainGain", "Gain", "TreeGain"]
 
 _KEPT = 0.97
+_UNTESTED = 0.02
 GUESSED, MEASURED = 3.0, 8.0
 """As how many tested nodes it counts what is expected before any was seen."""
 
@@ -19,7 +20,7 @@ _DEEPEST = 64
 class ChainGain:
     """A chain's gain: for each depth the share of nodes that stand where all before them stood.
 
-    A moving average, with a memory of about thirty nodes a depth; a depth that was never seen is
+    A moving average, with a memory of about thirty nodes a depth; a depth that was never seen, or not for long, is
     taken to be like the one before it. What was expected before is forgotten like what is seen.
 
     Args:
@@ -62,12 +63,17 @@ class ChainGain:
             self._stood[depth] = _KEPT * self._stood[depth] + (depth < accepted)
             self._tested[depth] = _KEPT * self._tested[depth] + 1
             before = self._share(depth, before)
+        for depth in range(max(nodes, 1), len(self._stood)):  # drafts are too short to show these by now
+            self._forget(depth, _UNTESTED, self._share(depth - 1, 0.0))
 
     def fade(self, share: float) -> None:
         """Forgets this share of what was seen, for what was expected before."""
         for depth in range(len(self._stood)):
-            self._stood[depth] += share * (self._trust * self._expected(depth) - self._stood[depth])
-            self._tested[depth] += share * (self._trust - self._tested[depth])
+            self._forget(depth, share, self._expected(depth))
+
+    def _forget(self, depth: int, share: float, expected: float) -> None:
+        self._stood[depth] += share * (self._trust * expected - self._stood[depth])
+        self._tested[depth] += share * (self._trust - self._tested[depth])
 
     def _share(self, depth: int, before: float) -> float:
         if depth < len(self._stood):

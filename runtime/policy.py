@@ -31,8 +31,8 @@ _PROMISE_KEPT = 0.95
 _PROMISE_REPLY = 0.3
 _PROMISE_TRUST = 8.0
 _LOOKUPS = 4
-_MORE = 4
-_NEARLY = 0.98
+_MORE = 1
+_NEARLY = 0.96
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Speed:
     def _best(self, candidate: Candidate, view: View, passes: Sequence[float]) -> Plan | None:
         """The length at which a method promises most, or nearly; None where it would draft nothing.
 
-        Promises are flat about the best length: of those within 2 % of it the shortest makes the shortest steps.
+        Promises are flat about the best length: of those within 4 % of it the shortest makes the shortest steps.
         """
         method, most = candidate.method, len(passes) - 1
         if method in self.peeks:

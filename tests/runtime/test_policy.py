@@ -129,6 +129,16 @@ def test_what_was_expected_is_forgotten_like_what_is_seen_and_comes_back():
     assert tree.expected(1, hope=1.0)[1] > tree.expected(1)[1] == 0.5
 
 
+def test_a_depth_that_is_not_tested_any_more_is_taken_to_be_like_the_one_before_it():
+    gain = ChainGain(0.5)
+    gain.record(made(2, 1))  # depth 2 failed once, and is drafted no more
+    second = gain.expected(2)[2] - gain.expected(1)[1]
+    for _ in range(200):
+        gain.record(made(1, 1))
+    assert second < 0.3
+    assert gain.expected(2)[2] == pytest.approx(2.0, abs=0.1)
+
+
 def test_a_pass_is_known_by_the_rows_that_it_really_runs():
     """Plain decoding of a rounded target runs two rows, as a drafted token does: neither takes longer."""
     costs = Costs({2: 10.0, 4: 12.0}, {}, measured=True, padded=lambda rows: 2 if rows < 3 else 4)
@@ -232,7 +242,7 @@ def test_speed_comes_near_the_best_method_whichever_that_is(alphas, draft):
         simulate(policy, costs, truth, 150, seed=seed)
         tokens, ms, _ = simulate(policy, costs, truth, 600, seed=100 + seed)
         rates.append(tokens / ms / best_rate(truth))
-    assert sum(rates) / len(rates) > 0.94
+    assert sum(rates) / len(rates) > 0.95
 
 
 def test_speed_begins_plainly_and_notices_that_the_text_has_changed():
