@@ -238,7 +238,8 @@ class Speed:
     def _best(self, candidate: Candidate, view: View, passes: Sequence[float]) -> Plan | None:
         """The length at which a method promises most, or nearly; None where it would draft nothing.
 
-        Promises are flat about the best length: of those within 4 % of it the shortest makes the shortest steps.
+        Promises are flat about the best length: of those within 4 % of it the one with the shortest step is taken,
+        and of steps that take the same, as rows up to the next width do, the longest draft.
         """
         method, most = candidate.method, len(passes) - 1
         if method in self.peeks:
@@ -255,7 +256,7 @@ class Speed:
         if not plans:
             return None
         enough = _NEARLY * max(map(_rate, plans))
-        best = next(plan for plan in plans if _rate(plan) >= enough)
+        best = min((plan for plan in plans if _rate(plan) >= enough), key=lambda plan: (plan.ms, -plan.budget))
         if not candidate.tells or self._copying(candidate):
             return best
         n = min(best.budget, len(passes) - 2)

@@ -129,6 +129,14 @@ def test_what_was_expected_is_forgotten_like_what_is_seen_and_comes_back():
     assert tree.expected(1, hope=1.0)[1] > tree.expected(1)[1] == 0.5
 
 
+def test_rows_that_are_run_anyhow_are_drafted():
+    """Where passes of 5 to 8 rows take the same, a draft of 7 costs what one of 4 does."""
+    passes = {1: 10.0, 2: 10.0, 4: 10.5, 8: 12.0, 16: 30.0}
+    costs = Costs(passes, {}, measured=True, padded=lambda rows: next(each for each in passes if rows <= each))
+    policy = Speed([Candidate("heads", lambda matched: ChainGain(0.8))], costs, 15, tried=True)
+    assert policy.plan(View(15, ["heads"])).budget == 7
+
+
 def test_a_depth_that_is_not_tested_any_more_is_taken_to_be_like_the_one_before_it():
     gain = ChainGain(0.5)
     gain.record(made(2, 1))  # depth 2 failed once, and is drafted no more
