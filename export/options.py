@@ -139,6 +139,8 @@ class ExportOptions:
         recipe = parse_recipe(precision, self.device, draft=True)
         if recipe.calibrated or recipe.form.name == "gguf":
             raise UsageError(f"heads precision {recipe.name!r}: heads are only rounded; give fp32, int8 or int4")
+        if recipe.form.dtype == "bfloat16":
+            raise UsageError(f"heads precision {recipe.name!r}: heads do not run in bfloat16; give fp16, int8 or int4")
         return recipe
 
     @property

@@ -98,6 +98,6 @@ def _guess(method: str, opener: Opener, matched: int) -> Sequence[float]:
         return [_COPIED.get(matched, _LONGER_MATCH)]
     if method in (MEDUSA, MERGED):
         reached = [row[0] for row in opener.calibration(MEDUSA).top]
-        return [after / max(before, 1e-9) for before, after in zip([1.0, *reached], reached, strict=False)]
+        return [min(after / max(before, 1e-9), 1.0) for before, after in zip([1.0, *reached], reached, strict=False)]
     spec = opener.manifest.drafts.get(method.partition(":")[2])
     return [_SELF if spec is not None and spec.shares_cache and not spec.cache_layers else _OTHER]

@@ -10,7 +10,7 @@ from specedge.runtime.contracts import Round
 
 __all__ = ["Costs", "shape_of"]
 
-_GROWTH: Mapping[str, float] = {"fp32": 0.04, "fp16": 0.04, "int8": 0.06, "int8-static": 0.06}
+_GROWTH: Mapping[str, float] = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.04, "int8": 0.06, "int8-static": 0.06}
 """What one more row adds to a pass of one row, by precision, until something was measured (this project's CPU)."""
 
 _OTHER_GROWTH = 0.13

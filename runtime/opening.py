@@ -17,7 +17,7 @@ from specedge.runtime.schema import one_line, parse_json
 
 __all__ = ["Opener"]
 
-_FLOATS = ("fp32", "fp16")
+_FLOATS = ("fp32", "fp16", "bf16")
 
 
 class Opener:
@@ -143,8 +143,8 @@ def _check_device(spec: GraphSpec, device: str) -> None:
         raise DeviceError(f"{spec.file}: not made for TensorRT; export the model again with --device tensorrt")
     if spec.cache_dtype == "bfloat16" and device != "cuda":
         raise DeviceError(
-            f"{spec.file}: bfloat16 runs on CUDA alone; export the model again with --device {device}, or give "
-            "--device cuda"
+            f"{spec.file}: bfloat16 runs on CUDA alone; export the model again with another --precision, as fp16, "
+            f"for device {device}"
         )
     if spec.flavour == "gqa" and (device == "tensorrt" or (device == "cuda" and spec.cache_dtype == "float32")):
         what = "TensorRT does not know GroupQueryAttention" if device == "tensorrt" else "CUDA has none in fp32"

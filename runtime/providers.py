@@ -75,7 +75,7 @@ def providers_for(device: str) -> tuple[str, ...]:
     if wanted[0] not in ort.get_available_providers():
         raise DeviceError(
             f"device {device}: this onnxruntime {ort.__version__} has no {wanted[0]}; "
-            "specedge doctor says what to install here; specedge chat BUNDLE --device cpu tries it on the CPU"
+            "specedge doctor says what to install here; specedge chat BUNDLE --device cpu tries all but bf16 on the CPU"
         )
     return wanted
 

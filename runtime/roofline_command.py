@@ -38,11 +38,12 @@ THIS = "this"
 _HEADS_SHARE = 0.05
 _CPU_LAUNCH_US = 6.0
 _FEW = 12
+_LEAST_LOADING = 0.1
 _LONGEST = 16
 
 
-def predict_for(folder: Path, profile: str, threads: int | None, out: Path | None) -> None:
-    """Prints what methods are predicted to do on a device, and writes it.
+def predict_for(folder: Path, profile: str, threads: int | None, out: Path | None, tuned_on: str | None = None) -> None:
+    """Prints what methods are predicted to do on a device, and writes it; `tuned_on` says whose tuning is used.
 
     Raises:
         UsageError: The bundle was not tuned here (acceptance is measured, not guessed), or there is no such profile.
@@ -52,9 +53,9 @@ def predict_for(folder: Path, profile: str, threads: int | None, out: Path | Non
 
     bundle = open_bundle(folder)
     count = default_threads() if threads is None else threads
-    tuning = read_tuning(bundle, count)
+    tuning = read_tuning(bundle, count, tuned_on)
     if tuning is None:
-        first = f"specedge tune {folder} --threads {count}"
+        first = f"specedge tune {folder} --threads {count}{f' --device {tuned_on}' if tuned_on else ''}"
         raise UsageError(f"{folder}: acceptance was not measured here yet; do that first: {first}")
     device = measured_profile(bundle.manifest, tuning) if profile == THIS else read_profile(profile)
     blocks = {bundle.manifest.name: predict_bundle(bundle.manifest, device, tuning)}
@@ -75,7 +76,8 @@ def measured_profile(manifest: Manifest, tuning: Tuning) -> DeviceProfile:
     unbounded = DeviceProfile("", 1e6, {kind: 1e6}, _CPU_LAUNCH_US, overlap=0.0, efficiency=1.0)
     few = {width: ms for width, ms in tuning.passes.items() if width <= _FEW} or tuning.passes
     slope, begin = np.polyfit(list(few), list(few.values()), 1) if len(few) > 1 else (0.0, min(few.values()))
-    loading, computing = max(begin - pass_ms(model, kind, unbounded, 0), 1e-3), max(slope, 1e-3)
+    # Of a tiny model the kernels' starts alone would be all.
+    loading, computing = max(begin - pass_ms(model, kind, unbounded, 0), _LEAST_LOADING * begin), max(slope, 1e-3)
     return DeviceProfile(
         name="this machine",
         bandwidth_gbs=loaded_bytes(model, kind) / loading / 1e6,
@@ -146,11 +148,13 @@ def _share(method: str, matched: int, matches: Mapping[int, float]) -> float:
 
 
 def _model(name: str, spec: GraphSpec) -> Model:
-    bits = {"fp32": 32.0, "fp16": 16.0, "int4": 5.0}.get(spec.precision, 8.5)
+    bits = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int4": 5.0}.get(spec.precision, 8.5)
     return Model(name, spec.weight_bytes * 8 / bits, spec.layers, spec.kv_heads * spec.head_dim)
 
 
 def _kind(precision: str) -> str:
+    if precision == "bf16":
+        return "fp16"  # as many bytes, and the same peak
     return precision if precision in ("fp32", "fp16", "int8", "int8-block", "int4") else "int8"
 
 

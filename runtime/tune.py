@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from specedge.runtime.draft_temperature import best_temperatures
+from specedge.runtime.drafters.broken import BrokenDrafter
 from specedge.runtime.drafters.registry import COPIES, LOOKUP, MEDUSA, MERGED, is_draft
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import UsageError
@@ -80,6 +81,8 @@ def tune(
     if not isinstance(engine.target, Decoder):
         raise UsageError(f"{engine.folder}: a graph without a tree mask cannot be tuned; export it with SpecEdge")
     methods = [method for method in engine.methods if method not in (PLAIN, AUTO)]
+    broken = {method: drafter.error for method in methods if (drafter := _broken(engine, method)) is not None}
+    methods = [method for method in methods if method not in broken]
     if engine.capacity < _PAST + max(_WIDTHS) + 1:
         raise UsageError(f"{engine.folder}: a context of {engine.capacity} tokens is too small to be tuned")
     surveys = {}
@@ -110,7 +113,14 @@ def tune(
         prompts=len(prompts),
         note=note,
     )
-    return Report(tuning, _warnings(choices, drafts, passes))
+    unused = tuple(f"{method}: not measured, and not used here: {error}" for method, error in broken.items())
+    return Report(tuning, (*unused, *_warnings(choices, drafts, passes)))
+
+
+def _broken(engine: Engine, method: str) -> BrokenDrafter | None:
+    """A drafter that cannot draft here at all: its weights or its device are not fit for it."""
+    drafter = engine.drafting.drafter(method)
+    return drafter if isinstance(drafter, BrokenDrafter) else None
 
 
 def _choices(

@@ -23,7 +23,7 @@ _LONGEST_PROMPT = 512
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines of prompts.  [default: ten of its own]")
 @click.option("--threads", type=click.IntRange(1), help="Threads to compute with.")
-@click.option("--device", help="Where to run.  [default: what the bundle was made for]")
+@click.option("--device", help="Where to run, or whose tuning to predict from.  [default: what the bundle is for]")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the numbers as JSON here too.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw predicted against measured as PNG.")
 @click.option(
@@ -53,8 +53,8 @@ def tune(
     from specedge.runtime.tune import as_json
     from specedge.runtime.tune_report import plot, table
 
-    if profile is not None and (prompts, picture, device) != (None, None, None):
-        raise UsageError("--prompts, --plot and --device go with a measurement; leave them out with --device-profile")
+    if profile is not None and (prompts is not None or picture is not None):
+        raise UsageError("--prompts and --plot go with a measurement; leave them out with --device-profile")
     for path in filter(None, (out, picture)):
         check_writable(path)
     if picture is not None:
@@ -63,7 +63,7 @@ def tune(
     if profile is not None:
         from specedge.runtime.roofline_command import predict_for
 
-        predict_for(bundle, profile, threads, out)
+        predict_for(bundle, profile, threads, out, device)
         return
     report, written = _measure(bundle, prompts, threads, device)
     show(table(report.tuning), sys.stdout)

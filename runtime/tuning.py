@@ -178,7 +178,7 @@ def _tuning(raw: Any) -> Tuning:
         raise ValueError("no passes")
     values["drafts"] = {key: _pair(value) for key, value in mapping_of(values["drafts"], "drafts").items()}
     values["gains"] = {
-        method: {_whole(key, 0): _shares(value) for key, value in mapping_of(gains, "gains").items()}
+        method: {_whole(key, 0): _some(_shares(value)) for key, value in mapping_of(gains, "gains").items()}
         for method, gains in mapping_of(values["gains"], "gains").items()
     }
     found = mapping_of(values["matches"], "matches")
@@ -225,6 +225,12 @@ def _temperature(value: Any) -> float:
 def _pair(value: Any) -> tuple[float, float]:
     first, second = _shares(value, most=1e6)
     return first, second
+
+
+def _some(shares: tuple[float, ...]) -> tuple[float, ...]:
+    if not shares:
+        raise ValueError("gains of no depth")
+    return shares
 
 
 def _shares(value: Any, most: float = 1.0) -> tuple[float, ...]:

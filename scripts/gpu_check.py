@@ -119,6 +119,8 @@ def _machine(wanted: str, notes: list[str]) -> dict[str, Any]:
     if wanted != "cpu" and device != "cpu" and found["machine"]["gpu"] is None:
         notes.append("NO GPU WAS CHECKED: the driver knows none")
         device = "cpu"
+    if device != wanted:
+        print(f"{notes[-1]}\nEverything below compares the CPU with itself.", flush=True)
     return {"machine": found, "device": device, "asked": wanted}
 
 

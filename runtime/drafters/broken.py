@@ -13,6 +13,9 @@ class BrokenDrafter:
     Args:
         name: "draft:NAME".
         error: Why it is not. It is raised when a draft is asked for, and ends drafting there.
+
+    Attributes:
+        error: As given.
     """
 
     final = True
@@ -20,11 +23,11 @@ class BrokenDrafter:
 
     def __init__(self, name: str, error: Exception) -> None:
         self.name = name
-        self._error = error
+        self.error = error
 
     def propose(self, context: Context, budget: int) -> Draft:
         """See `contracts.Drafter`."""
-        raise self._error
+        raise self.error
 
     def observe(self, context: Context, verdict: Verdict) -> None:
         """See `contracts.Drafter`; there is nothing to keep."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
+from specedge.cli import main
 from specedge.export.pipeline import ExportOptions, export
 from specedge.runtime.engine import Engine
 from specedge.runtime.errors import DeviceError, UsageError
@@ -38,11 +40,23 @@ def test_a_bundle_in_bfloat16_is_checked_where_nothing_runs_it(tiny_checkpoint, 
     draft = manifest.drafts["self-int4:bf16"]
     assert (draft.cache_dtype, draft.shares_cache) == ("bfloat16", True)
     assert sorted(path.name for path in (tmp_path / "bundle").rglob(".*")) == []
-    with pytest.raises(DeviceError, match=r"bfloat16 runs on CUDA alone; export .* --device cpu"):
+    with pytest.raises(DeviceError, match=r"bfloat16 runs on CUDA alone; export .* another --precision, as fp16"):
         Engine(tmp_path / "bundle", device="cpu")
 
 
+def test_a_draft_that_cannot_run_here_is_not_tuned(tiny_checkpoint, tmp_path):
+    options = ExportOptions(draft_device="tensorrt", drafts=("self-fp16",), capacity=192)
+    export(str(tiny_checkpoint), tmp_path / "bundle", options)
+    done = CliRunner().invoke(main, ["tune", str(tmp_path / "bundle"), "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("draft:self-fp16: not measured, and not used here: ") == 1
+    [path] = (tmp_path / "bundle" / "tuning").iterdir()
+    assert "self-fp16" not in path.read_text()
+
+
 def test_what_bfloat16_does_not_go_with():
+    with pytest.raises(UsageError, match="heads do not run in bfloat16; give fp16, int8 or int4"):
+        ExportOptions(device="cuda", precision="bf16", heads_precision="int8:bf16")
     with pytest.raises(UsageError, match="recipe 'int8:bf16': bf16 is for --device cuda"):
         ExportOptions(precision="int8:bf16")
     with pytest.raises(UsageError, match="layers of a target in bfloat16 cannot be chosen here; give fp16"):

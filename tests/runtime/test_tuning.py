@@ -96,6 +96,7 @@ def test_an_engine_uses_it_and_says_so(tuned):
         (lambda raw: raw.update(extra=1), "unknown key"),
         (lambda raw: raw.pop("matches"), "matches is missing"),
         (lambda raw: raw.update(choices={"none": {"draft_length": 0}}), "is missing"),
+        (lambda raw: raw["gains"].update(ngram={"0": []}), "gains of no depth"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_tuning_is_left_out(tuned, caplog, change, why):
