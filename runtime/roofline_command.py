@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specedge.runtime.bundle import Manifest, open_bundle
+from specedge.runtime.bundle import DEVICES, Manifest, open_bundle
 from specedge.runtime.drafters.registry import COPIES, LOOKUP, is_draft
 from specedge.runtime.errors import UsageError
 from specedge.runtime.gains import ChainGain
@@ -51,6 +51,8 @@ def predict_for(folder: Path, profile: str, threads: int | None, out: Path | Non
     from specedge.runtime.files import write_text
     from specedge.runtime.show import show
 
+    if tuned_on is not None and tuned_on not in DEVICES:
+        raise UsageError(f"device is {tuned_on!r}: choose one of {', '.join(DEVICES)}")
     bundle = open_bundle(folder)
     count = default_threads() if threads is None else threads
     tuning = read_tuning(bundle, count, tuned_on)

@@ -272,6 +272,12 @@ def test_the_command_predicts(tuned, tmp_path):
         assert json.loads((tmp_path / "p.json").read_text())["predicted"]
 
 
+def test_a_prediction_from_a_device_that_is_none(tuned):
+    done = CliRunner().invoke(main, ["tune", str(tuned[0]), "--device-profile", "this", "--device", "../npu"])
+    assert done.exit_code == 2
+    assert "device is '../npu': choose one of cpu, cuda, tensorrt" in done.output
+
+
 def test_this_machine_is_predicted_as_it_was_measured(tuned):
     """A machine that is exactly what the roofline says, but for a pass of 17 rows, which is padded to 24."""
     bundle = open_bundle(tuned[0])
